@@ -23,7 +23,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s test-vllm prove prove-laws simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo test test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,9 +31,11 @@ help:
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
+	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
 	@echo 'make test-vllm                                                    the engine vLLM, on a CPU; makes $(VLLM_VENV) for it'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
+	@echo 'make mutants [ARGS="--only kernels"]                              faults of one line, each found by its test'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make chaos [ARGS="--faults 1000 --seed 7"]                       kills, resets, black holes under running streams'
 	@echo 'make soak [ARGS="--minutes 10 --seed 7"]                         requests given up, services killed; then nothing may be held'
@@ -66,6 +68,7 @@ demo: $(STAMP)
 	@exec $(BIN)/outrider demo $(DEMO_PROMPT) $(DEMO_METHOD) $(DEMO_MAX_TOKENS) $(ARGS)
 
 test: $(STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-clients: $(STAMP)
@@ -73,8 +76,13 @@ test-clients: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
 
 test-k8s: $(STAMP)
-	tests/k8s/install.sh
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/k8s -rs $(ARGS)
+
+test-images: $(STAMP)
+	tests/containers/install.sh
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
+	$(QUIET) $(BIN)/python -m pytest --prove tests/containers -rs $(ARGS)
 
 # vLLM fixes the versions of what it stands on, so that it has an environment of its own. Its build for CPUs brings
 # libraries of pictures and sound that are made for another PyTorch, and fail where they are imported.
@@ -89,14 +97,20 @@ test-vllm: $(VLLM_STAMP)
 	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py \
-		tests/e2e/test_bad_drafts.py tests/test_packaging.py $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
+		tests/e2e/test_bad_drafts.py tests/e2e/test_heads.py tests/e2e/test_methods.py tests/e2e/test_trees.py \
+		tests/test_packaging.py $(ARGS)
 
-# Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
+# Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests, and of them what those have
+# not run.
 prove-laws: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/kernels tests/target_service tests/lossless/test_law.py \
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove --only-long tests/kernels tests/target_service tests/lossless/test_law.py \
 		tests/lossless/test_law_mutants.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
+
+# Faults of one line in the product's own code, each of which a named test has to find.
+mutants: $(STAMP)
+	$(ONE_EACH) $(BIN)/python tests/mutation/run.py $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
@@ -116,7 +130,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
-	$(QUIET) $(BIN)/python -m pytest -q tests/rpc/test_protos.py tests/test_layout.py
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(QUIET) $(BIN)/python -m pytest -q tests/rpc/test_protos.py tests/test_layout.py tests/mutation
 
 bench: $(STAMP)
 	@exec $(BIN)/outrider bench $(ARGS)

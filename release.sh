@@ -11,7 +11,8 @@ version=$("$PYTHON" -c 'import tomllib; print(tomllib.load(open("pyproject.toml"
 changes=$(git status --porcelain)
 [ -z "$changes" ] || fail "the tree is not clean; commit or remove: $changes"
 newest=$(sed -n 's/^## //p' CHANGELOG.md | head -n 1)
-[ "$newest" = "$version" ] || fail "CHANGELOG.md begins with ${newest:-no version}, pyproject.toml has $version"
+[[ "$newest" =~ ^"$version ("[0-9]{4}-[0-9]{2}-[0-9]{2}")"$ ]] ||
+    fail "CHANGELOG.md begins with ${newest:-no version}, pyproject.toml has $version: the heading is $version (YYYY-MM-DD)"
 released=$(git rev-parse --quiet --verify "v$version^{commit}" || true)
 [ -z "$released" ] || [ "$released" = "$(git rev-parse HEAD)" ] || fail "v$version is another commit: raise the version"
 

@@ -27,14 +27,25 @@ pytest_plugins = ["support.services"]  # its three services are started once for
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="the long forms: more draws, prompts and cells")
+    parser.addoption("--only-long", action="store_true", help="with --prove: what is not the same without it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked slow belongs to the long proof alone."""
+    """What is marked slow belongs to the long proof alone; what has no long form need not run again for it."""
     if not config.getoption("--prove"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if item not in slow]
-        config.hook.pytest_deselected(items=slow)
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+    elif config.getoption("--only-long"):
+        left_out = [item for item in items if not has_long_form(item)]
+    else:
+        return
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+
+
+def has_long_form(item: pytest.Item) -> bool:
+    """Whether `--prove` changes what a test does, or whether it runs."""
+    return item.get_closest_marker("slow") is not None or "prove" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")

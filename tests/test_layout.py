@@ -23,7 +23,7 @@ MODEL = {"kernels", "engine", "proposers"}
 SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
     "v1": set(),
-    "rpc": {"v1"},
+    "rpc": {"v1", "pairs"},  # whose name stands for its folders
     "planner": {"rpc"},
     "kernels": set(),
     "engine": {"kernels"},

@@ -303,6 +303,9 @@ def clone(project: Path, tmp_path: Path) -> Path:
     shutil.copytree(project, folder, ignore=shutil.ignore_patterns("out"))
     for name in ("CHANGELOG.md", "release.sh", "sbom.py"):
         shutil.copy(REPOSITORY / name, folder)
+    changes = folder / "CHANGELOG.md"  # a release gives what is new its number
+    text = changes.read_text(encoding="utf-8").replace("## Unreleased\n", f"## {VERSION} (2026-01-01)\n", 1)
+    changes.write_text(text, encoding="utf-8")
     git(folder, "init", "--quiet")
     commit(folder)
     return folder
@@ -403,4 +406,4 @@ def test_a_release_that_is_not_written_down_is_refused(clone: Path) -> None:
     commit(clone)
     done = release(clone)
     assert done.returncode == 1 and not (clone / "dist").exists()
-    assert f"CHANGELOG.md begins with {VERSION}, pyproject.toml has 7.0" in done.stderr
+    assert f"CHANGELOG.md begins with {VERSION} (2026-01-01), pyproject.toml has 7.0" in done.stderr

@@ -1,10 +1,9 @@
 """Drafts by looking n-grams up in the text so far: no second model."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     tensor_parallel_size=1,
     speculative_config={
         "method": "ngram",

@@ -1,14 +1,13 @@
 """Conversations: the checkpoint's chat template, or one given here, turns them into prompts."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
-        "model": pair_path().draft,
+        "model": "python",
         "num_speculative_tokens": 4,
     },
 )

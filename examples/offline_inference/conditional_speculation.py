@@ -1,10 +1,9 @@
 """No drafts while more than eight requests run; they come back when fewer do."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
         "method": "ngram",
         "num_speculative_tokens": 5,

@@ -1,12 +1,11 @@
 """Drafts by a small model, and says how well they fit."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
-        "model": pair_path().draft,
+        "model": "python",
         "num_speculative_tokens": 3,
     },
     enforce_eager=False,

@@ -1,14 +1,13 @@
 """A head beside the target drafts from its hidden states: as vLLM's page on EAGLE-3 has it, with its metrics."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     tensor_parallel_size=1,
     speculative_config={
         "method": "eagle3",
-        "model": pair_path().head_by("eagle3"),
+        "model": "python",
         "num_speculative_tokens": 3,
         "draft_tensor_parallel_size": 1,
     },

@@ -1,10 +1,9 @@
 """Prompts of different lengths, each with parameters of its own."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
         "method": "ngram",
         "num_speculative_tokens": 5,

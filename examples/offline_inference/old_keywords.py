@@ -1,15 +1,14 @@
 """The keywords of before `speculative_config`: they act, with a deprecation warning."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 prompts = ["The future of"]
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     tensor_parallel_size=1,
-    speculative_model=pair_path().draft,
+    speculative_model="python",
     num_speculative_tokens=5,
     use_v2_block_manager=True,
 )
@@ -20,7 +19,7 @@ for output in outputs:
 llm.close()
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     tensor_parallel_size=1,
     speculative_model="[ngram]",
     num_speculative_tokens=5,

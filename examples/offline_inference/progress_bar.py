@@ -1,10 +1,9 @@
 """Many prompts, with a bar that says how many are done."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
         "method": "ngram",
         "num_speculative_tokens": 5,

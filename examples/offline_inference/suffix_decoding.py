@@ -1,11 +1,10 @@
 """Drafts from the text so far and from earlier answers: the second request is like the first, and so is its draft."""
 
 from outrider.llm import LLM, SamplingParams
-from outrider.pairs import pair_path
 
 # Suffix decoding excels at repetitive patterns
 llm = LLM(
-    model=pair_path().target,
+    model="python",
     speculative_config={
         "method": "suffix",
         "num_speculative_tokens": 32,  # Maximum, adjusted dynamically

@@ -4,10 +4,10 @@
 set -euo pipefail
 service=$1 wheelhouse=$2 folder=$3 extras=$1
 case "$service" in
-    gateway) parts="v1 rpc planner proposers gateway" ;;
-    target) parts="v1 rpc planner kernels engine proposers pairs target_service vllm" ;;
-    target-vllm) parts="v1 rpc planner kernels engine proposers pairs target_service vllm" extras=target,vllm ;;
-    draft) parts="v1 rpc planner kernels engine proposers draft_service" ;;
+    gateway) parts="v1 rpc pairs planner proposers gateway" ;;
+    target) parts="v1 rpc pairs planner kernels engine proposers target_service vllm" ;;
+    target-vllm) parts="v1 rpc pairs planner kernels engine proposers target_service vllm" extras=target,vllm ;;
+    draft) parts="v1 rpc pairs planner kernels engine proposers draft_service" ;;
     *) echo "unknown service $service: gateway, target, target-vllm or draft" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheelhouse" \

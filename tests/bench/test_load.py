@@ -258,7 +258,7 @@ def test_a_load_over_both_protocols_with_the_same_prompts(trio: Trio, http: str,
     out, result, plot = bench(
         tmp_path, "--gateway", trio.gateway, "--seed", "3", "--concurrency", "2", "--warmup", "0", *objectives
     )
-    assert "6 of 6 requests" in out and "closed loop, 2 at once" in out and "target with draft" in out
+    assert "6 of 6 requests" in out and "closed loop, 2 at once" in out and "python with python/draft" in out
     assert result["completed"] == 6 and result["failed"] == {} and result["output_tokens"] == 48
     assert [row["output_tokens"] for row in result["records"]] == [8] * 6
     speculation = result["speculation"]
@@ -272,7 +272,7 @@ def test_a_load_over_both_protocols_with_the_same_prompts(trio: Trio, http: str,
 
     flags = ("--rate", "20", "--seed", "3", "--slo-ttft-ms", "60000")
     out, other, _ = bench(tmp_path, "--base-url", f"{http}/v1/", *flags)
-    assert "open loop, 20 requests/s (Poisson)" in out and other["server"] == "target"
+    assert "open loop, 20 requests/s (Poisson)" in out and other["server"] == "python"
     assert other["completed"] == 6 and other["output_tokens"] == 48 and other["goodput"]["good"] == 6
     assert [row["due_ms"] / 1e3 for row in other["records"]] == pytest.approx(arrivals(6, 20, 3), abs=0.002)
     assert other["prompt_tokens"] == result["prompt_tokens"]  # the same prompts, counted alike

@@ -169,7 +169,8 @@ def test_on_a_terminal(trio: Trio) -> None:
         chat.interrupt(r"Ctrl-D ends(.|\n)*> ")
         chat.press(b"\x04")
         assert chat.process.wait(WAIT_S) == 0
-    assert b"\x1b[32m" in chat.shown and b"target, drafted by draft, k=4, 1024 tokens of context" in chat.shown
+    assert b"\x1b[32m" in chat.shown and b"python, drafted by python/draft, k=4, 1024 tokens of context" in chat.shown
+    assert b"trained on the sources of Python's standard library alone" in b" ".join(chat.shown.split())
     assert b"Traceback" not in chat.shown
 
 

@@ -113,8 +113,11 @@ def test_what_cannot_be_read_is_one_line_with_its_flag(tmp_path: Path, text: Pat
     text.write_bytes(b"a\xff\n")
     no_text = outrider("check-pair", "--target", str(folder), "--draft", str(folder), "--text", str(text))
     assert no_text.returncode == 1 and f"--text: {text} is not UTF-8" in no_text.stderr
-    for one in (done, broken, no_model, no_text):
-        assert one.stderr.count("\n") == 1
+    lost = outrider("check-pair", "--target", str(folder), "--draft", str(folder), "--text", str(tmp_path / "none"))
+    assert lost.returncode == 1
+    assert lost.stderr == f"outrider check-pair: error: {tmp_path / 'none'}: no such file or directory\n"
+    for one in (done, broken, no_model, no_text, lost):
+        assert one.stderr.count("\n") == 1 and not one.stdout
 
 
 def test_the_embedded_pair(repository: Path) -> None:

@@ -15,6 +15,7 @@ from support.models import save_tiny, tiny_hf_model, tiny_state
 from support.services import outrider, succeed
 
 from outrider.cli import convert_file
+from outrider.cli.convert import pickles
 from outrider.engine.loader import load_model
 
 
@@ -54,12 +55,31 @@ def test_one_file(folder: Path, tmp_path: Path) -> None:
 def test_shards(folder: Path, tmp_path: Path) -> None:
     state = tiny_state(tiny_hf_model())
     split(folder, state)
+    (folder / "consolidated.safetensors.index.json").write_text("{}")
+    (folder / "adapter_config.json").write_text("{}")
     succeed("convert", str(folder), str(tmp_path / "new"))
     index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == state.keys()
     assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in state.values())
     assert not list((tmp_path / "new").glob("*.bin*"))
+    assert [path.name for path in (tmp_path / "new").glob("*.index.json")] == ["model.safetensors.index.json"]
+    assert not (tmp_path / "new/adapter_config.json").exists()
     assert load_model(tmp_path / "new").vocab_size == 97
+
+
+def test_one_file_comes_before_an_index(folder: Path) -> None:
+    shutil.copy(folder / "pytorch_model.bin", folder / "whole")
+    split(folder, tiny_state(tiny_hf_model()))
+    (folder / "whole").rename(folder / "pytorch_model.bin")
+    assert pickles(folder) == [folder / "pytorch_model.bin"]
+
+
+def test_what_is_loaded_as_it_is_is_not_converted(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"of an adapter")
+    assert pickles(folder) == [folder / "pytorch_model.bin"]
+    (folder / "model.safetensors").write_bytes(b"whole")
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, from which it is loaded: nothing to convert"):
+        pickles(folder)
 
 
 def test_tied_tensors_are_copied(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ What it prints to its end: tests/test_readme.py."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import pty
 import re
@@ -15,13 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fakes import ToyTarget
+from support.gateways import gateway
 from support.heads import random_head_of
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
+from outrider.cli import demo
 from outrider.cli.demo import DemoSettings, large_target
 from outrider.cli.local_services import ServiceFailed, Services
+from outrider.cli.terminal import Painter
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.pairs import expansion, pair_path
-from outrider.proposers.registry import METHODS
+from outrider.proposers.registry import METHODS, make_proposer
 
 START_S = 120
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
@@ -114,6 +121,22 @@ def test_every_method(method: str, tmp_path: Path) -> None:
     flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
     said = succeed("demo", "--method", method, *flags)
     assert re.search(r"tokens +40 \(", said) and "tokens per round" in said
+
+
+async def rounds_of_a_comparison(repeats: int) -> str:
+    """What it says of the last turn, where suffix drafts, on a target that repeats nothing within a completion."""
+    settings, out = DemoSettings(prompt="a b c", compare_tokens=40, repeats=repeats), io.StringIO()
+    target = ToyTarget(rule=lambda tokens, prompt_len: 11 + len(tokens))
+    drafts = LocalDrafter([make_proposer("suffix", {}, False)], in_turn=True)
+    async with gateway(target, drafts, mode="sequential") as served:  # type: ignore[arg-type]
+        await asyncio.to_thread(demo._compare, settings, Painter(out, colours=False), served.grpc_address)
+    (rounds,) = re.findall(r"tokens per round +(\S+) in", out.getvalue())
+    return str(rounds)
+
+
+async def test_no_turn_of_the_comparison_drafts_from_another() -> None:
+    """With the answer of a turn before there would be one or two rounds a window."""
+    assert await rounds_of_a_comparison(1) == await rounds_of_a_comparison(3) == "1.00"
 
 
 def test_a_head_without_a_draft(tmp_path: Path) -> None:

@@ -317,9 +317,13 @@ async def test_a_round_trip_is_held_against_a_verification() -> None:
     costs = ((1, 1), (8, 2))  # microseconds: no loopback is that quick
     quick = a_target()
     quick.info = replace(quick.info, step_costs=costs)
-    _, found = await examined(Toys([quick]), Limits())
-    far = [one for one in found if one.check == "round trip"]
-    assert len(far) == 2 and all("longer than a verification takes (0.0 ms)" in one.message for one in far)
+    seen, found = await examined(Toys([quick]), Limits())
+    here = [one for one in found if one.check == "round trip"]
+    assert len(here) == 2 and all("longer than a verification takes (0.0 ms)" in one.message for one in here)
+    assert all(one.level == NOTE and "closer" not in one.message for one in here), "nothing is closer than this machine"
+    away = replace(seen, targets=[replace(seen.targets[0], address="192.0.2.1:50051")], pair_probes=())
+    far, _ = (one for one in diagnose(away, Limits()) if one.check == "round trip")
+    assert far.level == PROBLEM and far.message.endswith("move them closer")
     _, found = await examined(Toys([quick]), FAR)
     assert found == []
     _, found = await examined(Toys(), Limits())  # nothing measured, nothing to hold it against

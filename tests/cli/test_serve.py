@@ -97,6 +97,9 @@ def test_a_pair_is_served_over_grpc_and_http_until_ctrl_c(tmp_path: Path) -> Non
         command = next(line for line in lines if line.startswith("  complete")).split("outrider ", 1)[1]
         assert gateway in command
         assert succeed("generate", "--gateway", gateway, "def f():", "--max-tokens", "4")
+        doctor = next(line for line in lines if line.startswith("  check")).split("outrider ", 1)[1].split()
+        assert doctor[:3] == ["doctor", "--gateway", gateway] and doctor[3::2] == ["--target", "--draft"]
+        assert "nothing is wrong" in succeed(*doctor, "--min-acceptance", "0", "--max-round-trip-ms", "60000")
         url = address_after(lines, "  OpenAI")
         with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
             assert b'"mine"' in answer.read()
@@ -242,6 +245,27 @@ def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], status: i
     assert done.returncode == status and complaint in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_target_without_a_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    served = outrider("serve", str(tmp_path), "--draft", "ngram")
+    checked = outrider("check-pair", "--target", str(tmp_path), "--draft", "python")
+    said = f"error: --target: {tmp_path} has no tokenizer: expected tokenizer.json, or tokenizer.model\n"
+    assert served.returncode == checked.returncode == 1 and served.stdout == checked.stdout == ""
+    assert served.stderr == f"outrider serve: {said}" and checked.stderr == f"outrider check-pair: {said}"
+
+
+def test_the_embedded_pair_is_served_by_its_name() -> None:
+    pair, own = pair_path(), settings().located()
+    assert settings("python").located().target_arguments() == own.target_arguments()
+    assert settings("python").located().draft_arguments() == own.draft_arguments()
+    assert settings("python", "--method", "eagle3").head_folder == pair.heads["eagle3"]
+    assert settings("python", "--method", "pard").draft_folder == pair.pard
+    beside = settings("python", "--draft", "python").located()
+    assert (beside.target_folder, beside.draft_folder) == (pair.target, pair.draft)
+    assert settings("python", "--head", "python/mtp").located().head_folder == pair.heads["mtp"]
+    assert settings("python", "--draft", "ngram").located().target_folder == pair.target
+
+
 def test_the_services_get_what_is_given_and_no_more() -> None:
     given = settings(
         "large", "--draft", "small", "--dtype", "bfloat16", "--device", "cuda", "--draft-device", "cpu",
@@ -271,11 +295,11 @@ def test_who_is_let_in_is_the_gateways_to_check() -> None:
     """And behind one that does not serve everybody the other two are where no other user comes."""
     given = settings(
         "large", "--draft", "small", "--tokens", "t.yaml", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a",
-        "--tls-client-name", "x", "--tls-client-name", "y", "--listen", ":1",
+        "--tls-client-name", "x", "--tls-client-name", "y", "--listen", ":1", "--allowed-origins", "https://a.example",
     )  # fmt: skip
     assert given.gateway_arguments("t:1", "d:2")[6:] == [
         "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a", "--tokens=t.yaml", "--tls-client-name=x",
-        "--tls-client-name=y",
+        "--tls-client-name=y", "--allowed-origins=https://a.example",
     ]  # fmt: skip
     assert given.is_closed and not settings("large", "--draft", "small").is_closed
     assert "--listen=unix:x" in given.target_arguments("unix:x") and "--listen=unix:y" in given.draft_arguments(

@@ -414,6 +414,43 @@ async def test_it_has_to_be_allowed(folders: dict[str, Path]) -> None:
         DraftSettings(method="ngram", allow_reload=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"allow_reload": True, "listen": ":0", "insecure": True}, "allow_reload .*others reach listen"),
+        ({"allow_hub_reload": True}, "give --allow-reload, too"),
+    ],
+)
+def test_settings_that_are_none(options: dict[str, Any], said: str) -> None:
+    """Whoever reaches a draft may have it load any folder there: strangers may not."""
+    with pytest.raises(ValueError, match=said):
+        DraftSettings(model=Path("m"), **options)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_model_of_the_hub_is_downloaded_only_where_that_is_allowed(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    asked: list[str] = []
+
+    def download(repo: str, **options: Any) -> str:
+        asked.append(repo)
+        return str(folders["new"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    common: dict[str, Any] = {"listen": "127.0.0.1:0", "threads": 1, "num_blocks": 8, "allow_reload": True}
+    service = await boot.start(DraftSettings(model=folders["old"], allow_hub_reload=allowed, **common))
+    await service.server.start()
+    async with connect(service.server.address) as channel:
+        if allowed:
+            await Running(service, channel).reload("somebody/model")
+        else:
+            with pytest.raises(OutriderError, match="ids of the hub are for a draft with --allow-hub-reload"):
+                await Running(service, channel).reload("somebody/model")
+    await service.stop()
+    assert asked == (["somebody/model"] if allowed else [])
+
+
 def test_free_memory_is_the_least_of_the_machines_and_the_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from support.gateways import PANICS, panicking_tokenizer
 from support.models import save_tiny, train_byte_fallback, train_byte_level
 
 from outrider.draft_service import vocabularies
@@ -123,6 +124,12 @@ async def test_what_is_not_what_it_says_is_refused(
     assert (await put(address, whole(file)))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
     monkeypatch.undo()
     assert (await put(address, whole(file)))[0] == grpc.StatusCode.OK
+
+
+def test_a_text_at_which_the_library_panics_has_no_draft() -> None:
+    """As one in which there is no token for a character."""
+    backend = panicking_tokenizer().backend
+    assert vocabularies._encode(backend, PANICS) is None and vocabularies._encode(backend, "a fox") is not None
 
 
 def changed(file: TokenizerFile, **parts: Any) -> TokenizerFile:

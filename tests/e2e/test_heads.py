@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from e2e.test_methods import NUM_TOKENS, PROMPTS, TEMPERATURES, WAITING, K, answer, cached, tokens_of
+from e2e.test_methods import NUM_TOKENS, PROMPTS, WAITING, K, answer, cached, tokens_of
+from support.proofs import on_a_diagonal
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteTargets
@@ -23,7 +24,6 @@ from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.settings import TargetSettings
 
 HEADS_OF_PAIR = pair_path().heads
-EVERY_HEAD = pytest.mark.parametrize("method", HEADS_OF_PAIR)
 
 
 @dataclass
@@ -65,8 +65,7 @@ def request(place: int, temperature: float, method: str = "", num_tokens: int = 
     return GenerationRequest(text=PROMPTS[place], sampling=sampling, speculation=options, salt=f"{method}{temperature}")
 
 
-@TEMPERATURES
-@EVERY_HEAD
+@pytest.mark.parametrize(("method", "temperature"), on_a_diagonal(list(HEADS_OF_PAIR), (0.0, 1.0)))
 async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperature: float) -> None:
     drafted = accepted = 0
     async with serving(HEADS_OF_PAIR[method]) as targets:
@@ -82,9 +81,9 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("successor_has_one", [True, False])
-@TEMPERATURES
-@EVERY_HEAD
+@pytest.mark.parametrize(
+    ("method", "temperature", "successor_has_one"), on_a_diagonal(list(HEADS_OF_PAIR), (0.0, 1.0), (True, False))
+)
 async def test_a_target_that_dies_in_mid_round_changes_no_token(
     method: str, temperature: float, successor_has_one: bool
 ) -> None:

@@ -45,6 +45,17 @@ def test_services_and_commands(hub: Path, capsys: pytest.CaptureFixture[str]) ->
     assert check_pair(["--target", TARGET, "--draft", DRAFT]) == 0 and "identical" in capsys.readouterr().out
 
 
+def test_the_embedded_pairs_name(capsys: pytest.CaptureFixture[str]) -> None:
+    pair, python = pair_path(), Path("python")
+    target = target_boot.located(TargetSettings(model=python, head=Path("python/mtp")))
+    assert (target.model, target.head) == (pair.target, pair.heads["mtp"])
+    for method, folder in (("draft_model", pair.draft), ("ngram,pard", pair.pard)):
+        draft = draft_boot.located(DraftSettings(model=python, method=method, target_tokenizer=[python]))
+        assert (draft.model, draft.target_tokenizer) == (folder, [pair.target])
+    assert _load_tokenizer(python).num_tokens == _load_tokenizer(pair.target).num_tokens
+    assert check_pair(["--target", "python", "--draft", "python"]) == 0 and "identical" in capsys.readouterr().out
+
+
 def test_one_that_is_nowhere_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert target_main(["--model", "tests/nowhere", "--listen", "localhost:0"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

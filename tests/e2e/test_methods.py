@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lossless import statistics
 from support.embedded import embedded_target
+from support.proofs import on_a_diagonal
 
 from outrider.cli.serve import ServeSettings
 from outrider.draft_service.boot import DraftService
@@ -38,7 +39,7 @@ EAGER: dict[str, Any] = {
 }  # drafts from short matches, too
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
 IN_TURN = "prediction,suffix,draft_model"
-EVERY_METHOD = pytest.mark.parametrize("method", [*METHODS, IN_TURN])
+EACH_ONCE = pytest.mark.parametrize(("method", "temperature"), on_a_diagonal([*METHODS, IN_TURN], (0.0, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ def drafted_by(method: str, request: GenerationRequest, mode: str, plain: Sequen
     )
 
 
-@TEMPERATURES
-@EVERY_METHOD
+@EACH_ONCE
 async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperature: float, target: Target) -> None:
     drafted = accepted = 0
     by_methods = set[str]()
@@ -146,8 +146,7 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
     assert 0 < accepted < drafted and by_methods == set(method.split(","))
 
 
-@TEMPERATURES
-@EVERY_METHOD
+@EACH_ONCE
 async def test_one_that_dies_in_mid_round_changes_no_token(method: str, temperature: float, target: Target) -> None:
     """The commit is read while the draft has credit for the next window."""
     plain_request = target.request(0, temperature, f"{method} {temperature} dies", 2 * NUM_TOKENS)
@@ -167,4 +166,4 @@ async def test_one_that_dies_in_mid_round_changes_no_token(method: str, temperat
 
 
 def test_the_proof_of_the_law_draws_by_every_method() -> None:
-    assert {setting.method for setting in statistics.SHORT} >= METHODS.keys()
+    assert {setting.method for setting in (*statistics.SHORT, *statistics.LONG)} >= METHODS.keys()

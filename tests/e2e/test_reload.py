@@ -20,6 +20,7 @@ from outrider.gateway.peers.remote import DRAFT_SERVICE, reload_model
 from outrider.pairs import PairPaths, pair_path
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
+from outrider.rpc.hub import model_name
 from outrider.rpc.messages import Reloaded
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
@@ -59,7 +60,7 @@ class Running:
                     break
                 await asyncio.sleep(0.05)
             (card,) = (await client.get("/v1/models")).json()["data"]
-            assert card["speculation"]["draft"] == folder.name
+            assert card["speculation"]["draft"] == model_name(folder)
         return done
 
 
@@ -150,7 +151,7 @@ async def test_the_command_tells_what_the_weights_are_worth(running: Running) ->
     done = await asyncio.to_thread(outrider_process, "reload", *arguments, "--model", str(running.worse), *at_target)
     assert done.returncode == 0, done.stderr
     before, after = map(int, ACCEPTED.findall(done.stdout))
-    assert before > after + 10 and "before  draft " in done.stdout and "after   worse " in done.stdout
+    assert before > after + 10 and "before  python/draft " in done.stdout and "after   worse " in done.stdout
     through = ["--model", str(running.pair.draft), "--gateway", running.gateway]
     done = await asyncio.to_thread(outrider_process, "reload", *arguments, *through)
     assert done.returncode == 0, done.stderr

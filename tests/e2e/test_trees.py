@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from e2e.test_methods import NUM_TOKENS, PROMPTS, TEMPERATURES, WAITING, Target, answer, cached, target, tokens_of
+from e2e.test_methods import NUM_TOKENS, PROMPTS, WAITING, Target, answer, cached, target, tokens_of
+from support.proofs import on_a_diagonal
 
 from outrider.draft_service.boot import start
 from outrider.draft_service.settings import DraftSettings
@@ -59,8 +60,7 @@ def drafted(request: GenerationRequest, method: str, mode: str) -> GenerationReq
     return replace(request, speculation=options, salt=f"{request.salt} {mode}")
 
 
-@pytest.mark.parametrize("method", ["draft_model", *pair_path().heads])
-@TEMPERATURES
+@pytest.mark.parametrize(("method", "temperature"), on_a_diagonal(["draft_model", *pair_path().heads], (0.0, 1.0)))
 async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperature: float, target: Target) -> None:
     is_head = method in pair_path().heads
     widest = drafts = accepted = 0

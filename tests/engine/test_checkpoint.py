@@ -190,3 +190,22 @@ def test_a_file_without_a_header_is_refused_by_name(folder: Path, content: bytes
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(WrongCheckpoint, match=r"model\.safetensors has no header"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            {"suppress_tokens": [1], "bad_words_ids": [[2, 3]], "min_new_tokens": 4},
+            ["suppress_tokens", "bad_words_ids"],
+        ),
+        ({"min_new_tokens": 4, "temperature": 0.5}, ["min_new_tokens", "(min_new_tokens: min_tokens)"]),
+        ({"no_repeat_ngram_size": 1}, ["no_repeat_ngram_size has no effect"]),
+        ({"forced_bos_token_id": 0}, ["forced_bos_token_id"]),
+        ({"suppress_tokens": [], "bad_words_ids": None, "min_new_tokens": 0, "num_beams": 1, "typical_p": 1.0}, []),
+        ({"temperature": 0.5, "eos_token_id": [1, 2], "do_sample": True, "max_new_tokens": 9}, []),
+    ],
+)
+def test_what_of_a_generation_config_has_no_effect_is_said(said: dict[str, Any], told: list[str]) -> None:
+    text = checkpoint.unheeded_rules(said)
+    assert bool(text) == bool(told) and all(name in text for name in told) and "temperature" not in text

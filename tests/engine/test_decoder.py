@@ -40,6 +40,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC = {**ROPE, "rope_type": "dynamic", "factor": 2.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -61,6 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 90}),  # all that it has
     "mistral-window": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -219,10 +221,10 @@ def test_gemma_norms_multiply_in_float32() -> None:
     assert torch.equal(reader.norm("model.norm.weight"), 1 + weight)
 
 
-def test_dynamic_rope_is_refused_by_name() -> None:
-    config = tiny_config(rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
-    with pytest.raises(UnsupportedModel, match="'dynamic'"):
-        build_decoder(config, tiny_state(tiny_hf_model()))
+def test_dynamic_rope_is_refused_beyond_the_original_length() -> None:
+    config = tiny_config(rope_parameters=DYNAMIC)
+    with pytest.raises(UnsupportedModel, match="max_model_len 513 exceeds the model's 512 positions"):
+        build_decoder(config, tiny_state(tiny_hf_model()), max_model_len=513)
 
 
 @pytest.mark.parametrize(
@@ -347,3 +349,13 @@ def test_vision_weights_are_not_read() -> None:
     assert text_model_state(state) == kept
     plain = tiny_hf_model("gemma3_text").state_dict()
     assert text_model_state(plain) is plain
+
+
+def test_a_model_that_was_saved_without_its_heads_class_has_its_own_names() -> None:
+    plain = tiny_hf_model("gemma3_text").model.state_dict()  # no head
+    named = {f"model.{name}" for name in plain}
+    assert text_model_state(plain).keys() == named
+    with_vision = {f"language_model.{name}": tensor for name, tensor in plain.items()}
+    assert text_model_state({**with_vision, "vision_tower.x": torch.ones(1)}).keys() == named
+    with pytest.raises(WrongCheckpoint, match="twice"):
+        text_model_state({**plain, "model.norm.weight": torch.ones(1)})

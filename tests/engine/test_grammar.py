@@ -57,6 +57,34 @@ SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 )
 
+SQL = """
+    root ::= select_statement
+    select_statement ::= "SELECT " column "from " table "where " condition
+    column ::= "col_1 " | "col_2 "
+    table ::= "table_1 "
+            | "table_2 "  # one of two
+    condition ::= column "= " number
+    number ::= "1 " | "2 "
+"""  # as in vLLM's documentation
+EXPRESSIONS = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""  # as in llama.cpp's: white space may be what has to follow
+SPELLINGS = r"""
+root ::= start | foo-Bar
+start ::= "\u00e9\n\]" 1a
+1a ::= [\x41-C] [&\-]
+     # comments, and an empty line
+
+     | [B] [a&&b]
+foo-Bar ::= "\"\\" fooBar [^a-z] .
+fooBar ::= [\U0001F600]
+"""
+
 
 def tag(form: object) -> GrammarSpec:
     return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
@@ -69,6 +97,11 @@ CASES: list[tuple[GrammarSpec, list[str], list[str]]] = [
     (GrammarSpec("json_schema", SCHEMA), ['{"a": 1}', '{"a":-20}'], ['{"b": 1}', "{}", '{"a": 1, "b": 2}']),
     (GrammarSpec("json_schema", "true"), ["1", '"x"'], ["x"]),
     (GrammarSpec("grammar", 'start: "a" word\nword: /[0-9]+/'), ["a12"], ["12", "a"]),
+    (GrammarSpec("grammar", SQL), ["SELECT col_1 from table_2 where col_2 = 1 "], ["SELECT col_1 from ", "SELECT x "]),
+    (GrammarSpec("grammar", EXPRESSIONS), ["x+1=3\n", "(a)=2 \n\ny=1\n"], ["x+=1\n", "x=1"]),
+    (GrammarSpec("grammar", 'root ::= ("a" | "ab") "bc" x*\nx ::= "x"'), ["abc", "abbcx"], ["ab", "bc"]),
+    (GrammarSpec("grammar", SPELLINGS), ["é\n]A-", '"\\😀^.'], ["éA-", "é\n]D-", "é\n]A,"]),
+    (GrammarSpec("grammar", 'start: "a ::=" word\nword: /[0-9]+/'), ["a ::=12"], ["12", "a"]),
     (tag(TRIGGERED), ["hi <f=x>3</f> more", "", "a <f b"], ["<f=x>x</f>", "<f=y>"]),
     (GrammarSpec("structural_tag", json.dumps(STRUCTURES)), ["hi <f=x>3</f>", ""], ["<f=x>x</f>"]),
     (tag({"type": "sequence", "elements": SEQUENCE}), ["A: 12/b!", "A: 1/c34"], ["A: x", "A: 12/b"]),
@@ -289,6 +322,11 @@ BAD: list[tuple[GrammarSpec, str]] = [
     (GrammarSpec("regex", "(a"), "invalid regex"),
     (GrammarSpec("regex", "(?=a)b"), "invalid regex"),
     (GrammarSpec("grammar", "start: other"), "other"),
+    (GrammarSpec("grammar", "root ::= other"), "no rule 'other'"),
+    (GrammarSpec("grammar", 'start ::= "a"'), "no rule 'root'"),
+    (GrammarSpec("grammar", 'root ::= "a" [\\d]'), "escape sequence"),
+    (GrammarSpec("grammar", 'root ::= "a\\'), "escape"),
+    (GrammarSpec("grammar", "root ::= " + "(" * 5000), "nested too deeply"),
     (GrammarSpec("choice"), "no choices"),
     (GrammarSpec("regex", "a" * 300_000), "bytes"),
     (GrammarSpec("structural_tag", "{}"), "neither format nor structures"),

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from support.models import (
     tiny_hf_model,
     tiny_state,
 )
+from transformers import AutoModelForCausalLM
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, compute_dtype, find_device, load_model
@@ -31,6 +34,8 @@ from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.models.transformers import RegistryModel
+from outrider.pairs.expansion import expand_llama
+from outrider.proposers.heads.target import target_weights
 
 IDS = [5, 17, 3, 44, 96, 0, 12]
 
@@ -95,6 +100,178 @@ def test_shards_are_read(tmp_path: Path) -> None:
     next(iter(tmp_path.glob("*.safetensors"))).unlink()
     with pytest.raises(WrongCheckpoint, match="names files that are not beside it"):
         load_model(tmp_path)
+
+
+def other_weights_beside(folder: Path, family: str, **options: Any) -> None:
+    """Older shards with their index, of another seed, and what else may lie beside a whole file."""
+    older = save_tiny(folder / "older", family, seed=5, shard_size="100KB", **options)
+    for path in [*older.glob("model-*"), older / "model.safetensors.index.json"]:
+        path.rename(folder / path.name)
+    shutil.copy(next(folder.glob("model-*")), folder / "model.fp16.safetensors")
+    save_file({"tok_embeddings.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_act": "relu"}], ids=["our decoder", "transformers"])
+def test_a_whole_file_comes_before_everything_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    save_tiny(tmp_path, **options)
+    alone = load_model(tmp_path)
+    assert not caplog.messages
+    other_weights_beside(tmp_path, "llama", **options)
+    loaded = load_model(tmp_path)
+    assert torch.equal(logits_of(loaded), logits_of(alone)) and loaded.digest == alone.digest
+    (line,) = caplog.messages
+    assert "weights are read from model.safetensors alone, not from" in line and "consolidated.safetensors" in line
+    for shard in tmp_path.glob("model-*"):
+        shard.unlink()  # an index whose shards are gone
+    assert load_model(tmp_path).digest == alone.digest
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_act": "relu"}], ids=["our decoder", "transformers"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".safetensors.index.json"])
+def test_what_the_configuration_names_comes_first(tmp_path: Path, options: dict[str, Any], suffix: str) -> None:
+    of = {".safetensors": "5GB", ".safetensors.index.json": "100KB"}
+    named = load_model(save_tiny(tmp_path / "named", seed=5, shard_size=of[suffix], **options))
+    save_tiny(tmp_path / "folder", **options)
+    for path in (tmp_path / "named").glob("model*"):
+        path.rename(tmp_path / "folder" / path.name.replace("model.", "own."))
+    config = json.loads((tmp_path / "folder/config.json").read_text()) | {"transformers_weights": f"own{suffix}"}
+    (tmp_path / "folder/config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(load_model(tmp_path / "folder")), logits_of(named))
+    (tmp_path / "folder" / f"own{suffix}").unlink()
+    with pytest.raises(WrongCheckpoint, match=r"transformers_weights: is 'own\S+'; allowed: a file beside it"):
+        load_model(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_act": "relu"}], ids=["our decoder", "transformers"])
+def test_a_lone_file_of_another_name_is_a_drafts_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = logits_of(load_model(save_tiny(tmp_path, **options)))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"model\.fp16\.safetensors .* the name model\.safetensors"):
+        load_model(tmp_path)
+    assert torch.equal(logits_of(load_model(tmp_path, lone_file=True)), expected)
+
+
+def test_shards_without_their_index_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    (save_tiny(tmp_path, shard_size="100KB") / "model.safetensors.index.json").unlink()
+    for lone_file in (False, True):
+        with pytest.raises(UnsupportedModel, match=r"model-00001-of-.* the index that was saved with"):
+            load_model(tmp_path, lone_file=lone_file)
+
+
+def test_an_adapter_beside_a_model_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where PEFT is installed, transformers applies it."""
+    from peft import LoraConfig, get_peft_model
+
+    expected = logits_of(load_model(save_tiny(tmp_path, hidden_act="relu")))
+    hf = tiny_hf_model(hidden_act="relu")
+    peft = get_peft_model(hf, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    peft.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(load_model(tmp_path)), expected)
+    assert "adapter_config.json, adapter_model.safetensors" in caplog.text
+
+
+REGISTRY = {"hidden_act": "relu"}  # which our decoder does not compute
+
+
+def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    state = change(load_file(folder / "model.safetensors"))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def transformers_logits(folder: Path) -> torch.Tensor:
+    return hf_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), IDS)
+
+
+OWN_HEAD = torch.randn(97, 64, generator=torch.Generator().manual_seed(9)) * 0.1
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_tied_model_with_another_head_has_that_head(
+    family: str, kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny(tmp_path, family, tie_word_embeddings=True)
+    with_tensors(folder, lambda state: {**state, "lm_head.weight": OWN_HEAD.clone()})
+    with cpu_kernels(kernels):
+        loaded = load_model(folder)
+    torch.testing.assert_close(logits_of(loaded), transformers_logits(folder), atol=1e-4, rtol=1e-4)
+    assert sum("lm_head.weight differs from the embeddings" in line for line in caplog.messages) == 1
+    shared = target_weights(folder, loaded.model)
+    torch.testing.assert_close(shared.output, OWN_HEAD, rtol=0, atol=0)
+    assert not torch.equal(shared.embeddings, shared.output)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("as_bfloat16", [False, True])
+def test_a_tied_model_with_the_same_head_is_tied(
+    kernels: str, as_bfloat16: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny(tmp_path, tie_word_embeddings=True)
+
+    def doubled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        embeddings = state["model.embed_tokens.weight"].bfloat16()
+        head = embeddings.clone() if as_bfloat16 else embeddings.float()
+        return {**state, "model.embed_tokens.weight": embeddings.float(), "lm_head.weight": head}
+
+    with_tensors(folder, doubled)
+    with cpu_kernels(kernels):
+        loaded = load_model(folder)
+    assert isinstance(loaded.model, Decoder | NativeDecoder) and loaded.model.config.tied_embeddings
+    torch.testing.assert_close(logits_of(loaded), transformers_logits(folder), atol=1e-4, rtol=1e-4)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_tied_model_may_have_its_head_alone(kernels: str, tmp_path: Path) -> None:
+    expected = logits_of(load_model(save_tiny(tmp_path, tie_word_embeddings=True)))
+    with_tensors(tmp_path, lambda state: {"lm_head.weight": state.pop("model.embed_tokens.weight"), **state})
+    with cpu_kernels(kernels):
+        loaded = load_model(tmp_path)
+    torch.testing.assert_close(logits_of(loaded), expected, atol=1e-5, rtol=1e-5)
+    shared = target_weights(tmp_path, loaded.model)
+    assert torch.equal(shared.embeddings, shared.output)
+    with_tensors(save_tiny(tmp_path), lambda state: {k: v for k, v in state.items() if "embed" not in k})
+    with pytest.raises(WrongCheckpoint, match=r"missing model\.embed_tokens\.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("head", ["other", "alone"])
+def test_an_expansion_has_the_head_of_a_tied_model(head: str, tmp_path: Path) -> None:
+    def changed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = OWN_HEAD.clone() if head == "other" else state.pop("model.embed_tokens.weight")
+        return {**state, "lm_head.weight": own}
+
+    folder = with_tensors(save_tiny(tmp_path, tie_word_embeddings=True), changed)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    expanded = load_model(folder, expand=partial(expand_llama, **sizes))
+    torch.testing.assert_close(logits_of(expanded), logits_of(load_model(folder)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["another head", "the head alone", "no prefix"])
+def test_models_of_transformers_have_their_heads(change: str, tmp_path: Path) -> None:
+    def changed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if change == "no prefix":
+            return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        own = OWN_HEAD.clone() if change == "another head" else state.pop("model.embed_tokens.weight")
+        return {**state, "lm_head.weight": own}
+
+    folder = with_tensors(save_tiny(tmp_path, tie_word_embeddings=True, **REGISTRY), changed)
+    loaded = load_model(folder)
+    torch.testing.assert_close(logits_of(loaded), transformers_logits(folder), atol=1e-4, rtol=1e-4)
+    assert torch.equal(target_weights(folder, loaded.model).output, OWN_HEAD) == (change == "another head")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_was_saved_without_its_heads_class_loads(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, family, tie_word_embeddings=True)
+    expected = logits_of(load_model(folder))
+    with_tensors(folder, lambda state: {name.removeprefix("model."): tensor for name, tensor in state.items()})
+    loaded = load_model(folder)
+    assert torch.equal(logits_of(loaded), expected)
+    assert torch.equal(target_weights(folder, loaded.model).output, target_weights(folder, loaded.model).embeddings)
 
 
 def test_facts(folder: Path) -> None:

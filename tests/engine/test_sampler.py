@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.environment import SEED
 
-from outrider.engine.logprobs import ALL, reported_values, top_logprobs
+from outrider.engine.logprobs import ALL, reported_values, top_logprobs, with_listed
 from outrider.engine.random import (
     MAX_WORD_ROWS,
     RandomAhead,
@@ -197,6 +197,13 @@ def test_the_chosen_token_comes_first_and_once() -> None:
     assert (outside.ids, outside.ranks) == ([0, 1, 3], [5, 1, 1])
     assert (inside.ids, inside.ranks) == ([3, 1], [1, 1])
     assert (alone.ids, alone.values, alone.ranks) == ([2], [1.0], [4])
+
+
+def test_listed_ids_come_behind_the_chosen_one_each_once() -> None:
+    values = torch.tensor(ROW)
+    [chosen] = top_logprobs(values[None], [3], [0])
+    got = with_listed(chosen, values, [2, 3, 0, 2])
+    assert (got.ids, got.values, got.ranks) == ([3, 2, 0], [ROW[3], ROW[2], ROW[0]], [1, 4, 5])
 
 
 def test_modes() -> None:

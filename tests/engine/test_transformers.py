@@ -50,6 +50,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.3,
 }
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MLA: dict[str, Any] = {
@@ -138,11 +139,13 @@ SERVED: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_dense:dynamic": {"head_dim": 8, "rope_parameters": {**DYNAMIC, "alpha": 1000.0}},
+    "llama:dynamic": {"rope_parameters": DYNAMIC},
     "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mimo_v2_flash": {**ROUTED, "head_dim": 16, "v_head_dim": 8, "sliding_window": WINDOW},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "llama:dynamic": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic NTK"),
+    "llama:dynamic": ({"rope_parameters": DYNAMIC, "max_position_embeddings": MAX_MODEL_LEN - 1}, "dynamic NTK .* 127"),
     "phimoe:longrope": (
         {
             "num_local_experts": 4,

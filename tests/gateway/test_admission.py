@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
-from support.fakes import ToyTarget, until
-from support.gateways import PROMPT, gateway
+from support.fakes import ToyTarget, target_info, until
+from support.gateways import PROMPT, gateway, toy_tokenizer
 
 from outrider.client import Client
+from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.admission import Admission, AdmissionCost
+from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import AdmissionGroup
 from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
@@ -159,6 +161,8 @@ async def test_a_caller_has_a_share_of_what_others_leave() -> None:
     ) as no:
         await crowd.come("a")
     assert no.value.reason == "CALLER_SHARE" and no.value.retry_after_ms > 0
+    ways = ("tokens", "cache_salt", "caller_share", "max_waiting", "max_admitted_tokens")
+    assert all(way in no.value.message.partition(". For more: ")[2] for way in ways)
     for _ in range(3):
         await crowd.come("b")
     with pytest.raises(ResourceExhausted, match=r"caller would have 4 sequences .* at most 3 sequences"):
@@ -169,6 +173,26 @@ async def test_a_caller_has_a_share_of_what_others_leave() -> None:
     assert admission.num_active == 8 and admission.num_waiting == 8
     await crowd.go()
     assert admission.num_waiting == 0
+
+
+async def test_a_backend_is_one_host_and_its_users_chats_wait() -> None:
+    """By default 300 of them, each of a whole context; who comes next has the next place."""
+    target = ToyTarget(info=target_info(max_model_len=1024))
+    share = GatewaySettings.model_fields["caller_share"].default
+    engine = GenerationEngine(toy_tokenizer(), target, config=EngineConfig(caller_share=share))
+    admission, chat = engine.admission, AdmissionCost(1, 1024, "backend")
+    chats = [asyncio.create_task(admission.enter(chat)) for _ in range(300)]
+    other = asyncio.create_task(admission.enter(AdmissionCost(1, 1024, "other")))
+    await asyncio.sleep(0)
+    assert (admission.num_active, admission.num_waiting) == (64, 237)
+    with pytest.raises(ResourceExhausted, match="caller would have"):
+        admission.require_room(AdmissionCost(100, 100 * 1024, "backend"))
+    admission.leave(chat)
+    await asyncio.wait_for(other, 30)
+    assert sum(task.done() for task in chats) == 64
+    for task in chats:
+        task.cancel()
+    await asyncio.gather(*chats, return_exceptions=True)
 
 
 async def test_a_share_is_of_tokens_too() -> None:

@@ -259,15 +259,20 @@ def test_the_file_is_read_again(path: Path, caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("alice: short", "alice.token: string should have at least 16 characters"),
-        ("alice: has a blank, and others", "alice.token: string should match"),
-        ("alice: {priority: 1}", "alice.token: field required"),
-        (f"alice: {{token: {ALICE}, limit: 3}}", "alice.limit: extra inputs are not permitted"),
+        ("alice: short", "alice.token: is shorter than 16 characters; allowed: "),
+        ("alice: has a blank, and others", "alice.token: has other characters than visible ones of ASCII; allowed: "),
+        ("alice: {priority: 1}", "alice.token: is missing; allowed: "),
+        (
+            f"alice: {{token: {ALICE}, limit: 3}}",
+            "alice.limit: is not known; known are token, priority, ",
+        ),
         (f"alice: {{token: {ALICE}, priority: much}}", "alice.priority: "),
         (f"alice: {ALICE}\nbob: {ALICE}", "two names have the same token"),
-        (f"- {ALICE}", "the whole: input should be a valid dictionary"),
-        ("", "the whole: "),
-        ("alice: [", "is no YAML"),
+        (f"- {ALICE}", "the file: is no mapping; allowed: "),
+        ("alice: 123456", "alice: is neither a token nor a mapping with one; allowed: "),
+        ("", "the file: is no mapping; allowed: "),
+        ("{}", "the file: has no callers: nobody could ask; allowed: "),
+        ("alice: [", "is no YAML; allowed: "),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(path: Path, text: str, problem: str) -> None:
@@ -275,8 +280,9 @@ def test_a_file_that_cannot_be_used_is_refused(path: Path, text: str, problem: s
     with pytest.raises(FailedPrecondition) as error:
         Tokens(path)
     assert error.value.message.startswith(f"{path}: {problem}") and ALICE not in error.value.message
+    assert "`alice: TOKEN`" in error.value.message or "two names" in problem
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=r"none\.yaml: cannot be read"):
+    with pytest.raises(FailedPrecondition, match=r"none\.yaml: cannot be read: No such file or directory$"):
         Tokens(tmp_path / "none.yaml")

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.counting import CountedIds
 from support.fakes import EOS, ToyDraft, ToyTarget, scripted, target_info
 from support.gateways import TEMPLATE, gateway, stream_events, toy_tokenizer
 from support.models import train_byte_level
@@ -43,6 +44,21 @@ def markers() -> ReasoningMarkers:
     found = find_markers(channel_tokenizer(), AUTO)
     assert found is not None
     return found
+
+
+def test_ten_times_the_messages_are_ten_times_the_work() -> None:
+    """However many come at once, as ids that a client has, and however long a head is."""
+    plan = markers().plan(
+        GenerationRequest(messages=tuple(MESSAGES)), SamplingParams(), channel_tokenizer(), (), CAPABILITIES
+    )
+    for unit in ("<|channel|>final<|message|>x<|end|>", "<|channel|>"):
+        work = []
+        for count in (20, 200):
+            CountedIds.work = 0
+            stream = plan.stream(channel_tokenizer(), SamplingParams(), (), CountedIds(ids_of(unit) * count))
+            assert stream.resumed.num_ids == len(ids_of(unit)) * count
+            work.append(CountedIds.work)
+        assert work[1] < 15 * work[0]
 
 
 def parts_of(output: str, size: int, resumed: int = 0, prompt: str = "x", **sampling: Any) -> tuple[str, str, int, int]:

@@ -11,7 +11,14 @@ import pytest
 from support.models import train_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from outrider.gateway.text.chat_template import MAX_BITS, MAX_WRITTEN, ChatTemplate, TemplateRefusal, find_chat_template
+from outrider.gateway.text.chat_template import (
+    MAX_BITS,
+    MAX_WRITTEN,
+    ChatTemplate,
+    ContinuedTemplate,
+    TemplateRefusal,
+    find_chat_template,
+)
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SHOWN = "{%- if tools is not none %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}"
@@ -74,6 +81,81 @@ def test_a_message_of_calls_alone_has_no_content() -> None:
         "calls",
         "texthm",
     ]
+
+
+ONE = (
+    "{% for m in messages %}<{{ m.role }}>PUT{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{% endfor %}"
+)
+WITHOUT_CONTENT = {
+    "written": "{{ m.content }}",
+    "by parts": "{% if m.tool_calls %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
+    "if it is there": "{% if 'content' in m %}{{ m.content }}{% else %}nothing{% endif %}",
+    "if it is defined": "{{ m['content'] if m.content is defined else 'nothing' }}",
+    "trimmed": "{{ m.content | trim }}",
+    "or else": "{{ m.content or 'nothing' }}",
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CONTENT)
+def test_a_message_of_calls_alone_has_no_content_at_all_where_nobody_looks_for_none(kind: str) -> None:
+    """Null, which servers answer with, is no text "None": the key is left out, as transformers leaves it out."""
+    template = ONE.replace("PUT", WITHOUT_CONTENT[kind])
+    read = theirs(template, conversation({}))
+    assert ChatTemplate(template).render(conversation("{}")) == read and "None" not in read
+
+
+IN_NEED = {
+    "joined": "{{ '(' + m['content'] + ')' }}",
+    "as JSON": "({{ m.content | tojson }})",
+    "a method": "({{ m.content.strip() }})",
+    "refused": "{% if m.content is not defined %}{{ raise_exception('no content') }}{% endif %}({{ m.content }})",
+    "refused if none": "{{ raise_exception('no content') if m.content is none }}({{ m.content.strip() }})",
+}
+
+
+@pytest.mark.parametrize("kind", IN_NEED)
+def test_a_template_that_fails_without_a_content_gets_an_empty_one(kind: str) -> None:
+    template = ONE.replace("PUT", IN_NEED[kind])
+    with_text = ChatTemplate(template).render(conversation("{}", ""))
+    assert ChatTemplate(template).render(conversation("{}")) == with_text
+    assert with_text.startswith("<user>(") and "<assistant>(" in with_text
+    with pytest.raises(TemplateRefusal):  # no other message may be without
+        ChatTemplate(template).render([{"role": "user"}])
+
+
+LOOKS_FOR_NONE = {
+    "is none": "m.content is none",
+    "by brackets": 'm["content"] is none',
+    "is not none": "not (m.content is not none)",
+    "no spaces": "not(m['content']is not none)",
+    "is equal": "m.content == none",
+    "equal to it": "None == m.content",
+    "is not equal": "not m.content != None",
+    "by a test": "m.content is sameas none",
+    "among others": "m.content in [none]",
+    "got": "m.get('content') is none",
+    "got with none": "m.get('content', none) is none",
+    "filtered": "(m.content | default(7)) is none",
+    "in a filter": "[m] | selectattr('content', 'none') | list",
+    "in a filter by a test": "[m] | rejectattr('content', 'ne', none) | list",
+}
+
+
+@pytest.mark.parametrize("kind", [*LOOKS_FOR_NONE, "a name", "a macro"])
+@pytest.mark.parametrize("for_tools", [False, True])
+def test_a_template_that_looks_for_none_sees_it_in_every_spelling(kind: str, for_tools: bool) -> None:
+    asked = LOOKS_FOR_NONE.get(kind, "said is none")
+    template = "{% for m in messages %}{% if " + asked + " %}none{% else %}-{% endif %}{% endfor %}"
+    if kind == "a name":
+        template = template.replace(
+            "{% if", "{% set said = m.content %}{% set said = said | trim if said else said %}{% if"
+        )
+    elif kind == "a macro":
+        asks = "{% macro asks(said) %}{{ 'none' if said is none else '-' }}{% endmacro %}"
+        template = asks + "{% for m in messages %}{{ asks(m.content) }}{% endfor %}"
+    ours = ChatTemplate("", template) if for_tools else ChatTemplate(template)
+    tools = TOOLS if for_tools else None
+    assert [ours.render(conversation("{}", content), tools=tools) for content in (None, "")] == ["-none-"] * 2
 
 
 def test_the_template_for_tools(tmp_path: Path) -> None:
@@ -184,3 +266,39 @@ def test_texts_come_as_parts_where_the_template_goes_through_them(source: str, t
     else:
         assert template.render([{"role": "user", "content": PARTS}]) == parts
     assert template.render([{"role": "user", "content": ""}]) == ("()" if source is ASKS else "")
+
+
+CONTINUED = {
+    "as it is": "{{ message.content }}<end>",
+    "without the spaces around": "{{ message.content | trim }}</s>",
+    "part by part": "{% for part in message.content %}{{ part.text }}{% endfor %}<end>",
+}
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+@pytest.mark.parametrize("text", ["The capital is", "Two spaces  ", "end", "{", " "])
+def test_a_text_that_is_gone_on_with_is_the_last(kind: str, text: str) -> None:
+    """Also where what the template writes behind it looks like it."""
+    source = "{% for message in messages %}<{{ message.role }}>\n" + CONTINUED[kind] + "\n{% endfor %}"
+    content = [{"type": "text", "text": "One."}, {"type": "text", "text": text}] if kind == "part by part" else text
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    ours = ContinuedTemplate(ChatTemplate(source)).render(messages)
+    expected = theirs(source, messages, continue_final_message=True)
+    cuts_template_too = kind == "without the spaces around" and text == " "  # transformers, which takes the line's end
+    assert ours == expected + "\n" * cuts_template_too
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "assistant", "content": None}, "has no text"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "has no text"),
+        ({"role": "assistant", "content": "changed"}, "does not write the last message as it is, once"),
+        ({"role": "assistant", "content": "hi", "again": "hi"}, "does not write the last message as it is, once"),
+    ],
+)
+def test_a_last_message_that_cannot_be_gone_on_with_is_refused(message: dict[str, Any], problem: str) -> None:
+    source = "{% for m in messages %}{{ m.content * 2 if m.again else m.content | upper }}{% endfor %}"
+    template = ContinuedTemplate(ChatTemplate(source))
+    with pytest.raises(TemplateRefusal, match=problem):
+        template.render([message])

@@ -10,10 +10,12 @@ from functools import cache
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.counting import CountedText
 from support.models import train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from outrider.gateway.text import tokenizer as text_module
 from outrider.gateway.text.tokenizer import (
     MAX_WAITING_IDS,
     TextDelta,
@@ -332,3 +334,25 @@ def test_without_detokenisation_there_are_only_ids() -> None:
     stream = TextStream(tokenizer("byte_level"), SamplingParams(detokenize=False), (1, 2))
     assert stream.push([300, 301]) == TextDelta("", 2)
     assert stream.push([5], FinishReason.STOP, 5) == TextDelta("", 1, FinishReason.STOP, None, 5)
+
+
+@given(case=cases(), cuts=st.lists(st.integers(0, 24), max_size=3))
+def test_a_long_push_is_delivered_on_the_way(case: Case, cuts: list[int]) -> None:
+    whole = run(case, cuts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "MAX_TEXT_CHARS", 0)
+        assert run(case, cuts) == whole
+
+
+def test_ten_times_the_ids_are_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stop strings that nearly match, too."""
+    monkeypatch.setattr(text_module, "MAX_TEXT_CHARS", 256)
+    ids = tokenizer("byte_level").encode("a b " * 3, add_special_tokens=False)
+    for stop in ((), ("a b " * 60 + "c",)):
+        work = []
+        for count in (200, 2000):
+            stream = TextStream(tokenizer("byte_level"), SamplingParams(stop=stop), ())
+            stream._text, CountedText.work = CountedText(), 0
+            stream.push(ids * count)
+            work.append(CountedText.work)
+        assert work[1] < 15 * work[0]

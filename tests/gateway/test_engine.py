@@ -363,7 +363,13 @@ async def test_text_and_chat_become_ids(tokenizer: Tokenizer) -> None:
     assert len(ids_of(answer[0])) == 16  # the default
     answer = await run(engine, GenerationRequest(messages=CHAT, sampling=SamplingParams(truncate_prompt_tokens=2)))
     assert list(answer[0][0].prompt_token_ids) == tokenizer.encode("user: hello\n")[-2:]
-    assert not (await run(engine, ask()))[0][0].prompt_token_ids
+    kept = GenerationRequest(text="the quick fox", sampling=SamplingParams(truncate_prompt_tokens=2), n=2)
+    for side, ids in (
+        ("left", tokenizer.encode("the quick fox")[-2:]),
+        ("right", tokenizer.encode("the quick fox")[:2]),
+    ):
+        answer = await run(engine, replace(kept, truncation_side=side))
+        assert [list(deltas[0].prompt_token_ids) for deltas in answer.values()] == [ids, ids]
 
 
 async def test_bad_words_become_ids_and_text_fields_stay_here(tokenizer: Tokenizer) -> None:

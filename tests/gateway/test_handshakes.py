@@ -4,10 +4,15 @@ keeps nobody out."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import resource
+import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from weakref import WeakSet
 
 import httpx
 import pytest
@@ -16,11 +21,11 @@ from support.fakes import ToyTarget, until
 from support.gateways import toy_tokenizer
 
 from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http import app, shares
+from outrider.gateway.http import app, handshakes, shares
 from outrider.gateway.http.app import HttpServer
-from outrider.gateway.http.handshakes import Handshakes
 from outrider.gateway.metered import MeteredEngine
 from outrider.rpc.security import ServerTls
+from outrider.rpc.server import GC_THRESHOLD
 
 OTHER = "127.0.0.9"
 
@@ -49,8 +54,7 @@ async def connect(server: HttpServer, host: str) -> tuple[asyncio.StreamReader, 
 
 
 def under_way(server: HttpServer) -> int:
-    assert isinstance(server._socket, Handshakes)
-    return len(server._socket._under_way)
+    return server._handshakes._held
 
 
 async def test_no_client_s_handshakes_keep_others_out(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +77,6 @@ async def test_no_client_s_handshakes_keep_others_out(authority: Authority, monk
         for _, writer in held:
             writer.close()
         await until(lambda: under_way(server) == 0)
-        assert server._socket._shares._held == 0  # type: ignore[attr-defined]
 
 
 async def test_a_handshake_that_does_not_come_ends_its_connection(
@@ -89,3 +92,114 @@ async def test_a_handshake_that_does_not_come_ends_its_connection(
         writer.close()
         assert under_way(server) == 0
         assert (await client.get("/livez")).status_code == 200
+
+
+async def test_a_client_that_has_shaken_hands_and_asks_nothing_is_ended(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    async with https(authority) as (server, _):
+        name, _, port = server.address.rpartition(":")
+        trusted = ssl.create_default_context(cafile=authority.path)
+        reader, writer = await asyncio.open_connection(name, int(port), ssl=trusted)
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        await until(lambda: not server._server.server_state.connections)
+
+
+@pytest.fixture
+def services_collector() -> Iterator[None]:
+    """Cycles of garbage lie as long as in a service."""
+    before = gc.get_threshold()
+    gc.set_threshold(GC_THRESHOLD)
+    yield
+    gc.set_threshold(*before)
+
+
+async def test_what_a_connection_held_goes_with_it(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, services_collector: None
+) -> None:
+    """Before the collector comes, whatever the client did; and one that says nothing never had any."""
+    made, objects = list[handshakes._Tls](), WeakSet[ssl.SSLObject]()
+    connection_made = handshakes._Tls.connection_made
+
+    def noted(tls: handshakes._Tls, transport: asyncio.BaseTransport) -> None:
+        made.append(tls)
+        objects.add(tls._sslobj)
+        connection_made(tls, transport)
+
+    monkeypatch.setattr(handshakes._Tls, "connection_made", noted)
+    async with https(authority) as (server, client):
+        for num_made, word in enumerate((b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n")):
+            reader, writer = await connect(server, OTHER)
+            writer.write(word)
+            await until(lambda: under_way(server) == 1 or reader.at_eof())  # noqa: B023
+            await until(lambda: len(made) == num_made)  # noqa: B023
+            writer.close()
+            await until(lambda: under_way(server) == 0)
+        assert (await client.get("/livez", headers={"connection": "close"})).status_code == 200
+        await until(lambda: not server._server.server_state.connections)
+        assert len(made) == 3
+        for tls in made:
+            assert len(tls._ssl_buffer) == 0
+        made.clear()
+        assert not objects
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """As many as two thousand connections have ends."""
+    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(present, 4096)), most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (present, most))
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def silent(server: HttpServer, host: str) -> socket.socket:
+    """As `connect`, for thousands."""
+    client = socket.socket()
+    client.setblocking(False)
+    client.bind((host, 0))
+    name, _, port = server.address.rpartition(":")
+    await asyncio.get_running_loop().sock_connect(client, (name, int(port)))
+    return client
+
+
+@pytest.mark.parametrize("word", [b"", b"\x16"], ids=["silent", "a byte"])
+async def test_many_who_shake_no_hands_take_no_memory(
+    word: bytes, authority: Authority, prove: bool, services_collector: None, descriptors: None
+) -> None:
+    """Nor does anybody else wait for them, or find the gateway not ready."""
+    rounds, number, most_bytes = (50, 1000, 100 << 20) if prove else (2, 100, 25 << 20)
+    async with https(authority) as (server, other):
+        waits, loop = list[float](), asyncio.get_running_loop()
+
+        async def ask() -> None:
+            while True:
+                began = loop.time()
+                assert (await other.get("/readyz")).status_code == 200
+                waits.append(loop.time() - began)
+                await asyncio.sleep(0.01)
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: waits)
+        before = resident()
+        for round_ in range(rounds):  # each from another host: one has too few ports for all
+            clients = [await silent(server, f"127.0.1.{round_ + 1}") for _ in range(number)]
+            await until(lambda: under_way(server) == number)
+            for client in clients:
+                client.send(word)
+            await asyncio.sleep(0.1)
+            for client in clients:
+                client.close()
+            await until(lambda: under_way(server) == 0)
+            assert resident() - before < most_bytes
+        assert not asking.done(), "it was always ready"
+        asking.cancel()
+        if prove:
+            assert sorted(waits)[len(waits) * 99 // 100] < 0.25

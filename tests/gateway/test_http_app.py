@@ -225,6 +225,34 @@ async def test_another_site_s_page_cannot_ask() -> None:
         assert form.status_code == 400 and not served.target.opens
 
 
+SITE = "https://app.example.com"
+
+
+async def test_pages_of_the_sites_that_are_allowed_may_ask(tmp_path: Path) -> None:
+    """None by default; with tokens too: who asks whether it may ask shows none."""
+    wants = {"origin": SITE, "access-control-request-method": "POST"}
+    wants["access-control-request-headers"] = "authorization,content-type,x-request-id"
+    async with gateway() as served, served.client() as client:
+        assert (await client.options("/v1/completions", headers=wants)).status_code == 405
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=wants)
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    (tmp_path / "tokens.yaml").write_text("alice: alice-has-this-token")
+    engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    made = build_app(engine, options=HttpOptions(allowed_origins=(SITE,)), tokens=Tokens(tmp_path / "tokens.yaml"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=made), base_url="http://gateway.example") as client:
+        may = await client.options("/v1/completions", headers=wants)
+        assert may.status_code == 200 and may.headers["access-control-allow-origin"] == SITE
+        assert may.headers["access-control-allow-headers"] == wants["access-control-request-headers"]
+        other = await client.options("/v1/completions", headers=wants | {"origin": "https://evil.example"})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+        for token, status in (("alice-has-this-token", 200), ("nobody", 401)):
+            given = {"origin": SITE, "authorization": f"Bearer {token}"}
+            answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=given)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, SITE)
+        live = {"origin": SITE, "sec-fetch-site": "cross-site", "authorization": "Bearer alice-has-this-token"}
+        assert (await client.get("/live", params=LIVE, headers=live)).status_code == 403
+
+
 async def test_a_page_whose_name_stands_for_this_machine_cannot_ask(tmp_path: Path) -> None:
     """DNS rebinding: to the browser it is one site, so that neither the page's origin nor the content type is odd."""
     async with gateway() as served, served.client() as client:
@@ -420,6 +448,38 @@ async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPa
         head += b"content-length: 9\r\n\r\n{"
         reader, writer = await raw(served.http.address, head)
         assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [
+        ("1.1", "content-length: 4\r\ntransfer-encoding: chunked"),
+        ("1.1", "Transfer-Encoding: Chunked\r\nContent-Length: 4"),
+        ("1.1", "content-length: 0\r\ntransfer-encoding: chunked"),
+        ("1.0", "connection: keep-alive\r\ntransfer-encoding: chunked"),
+    ],
+)
+async def test_what_ends_in_two_ways_is_refused_and_nothing_behind_it_is_read(version: str, headers: str) -> None:
+    """A proxy that went by the length took what follows for the body's rest."""
+    async with gateway() as served:
+        hidden = "GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        head = f"POST /v1/completions HTTP/{version}\r\nhost: localhost\r\n{headers}\r\n\r\n"
+        reader, writer = await raw(served.http.address, f"{head}0\r\n\r\n{hidden}".encode())
+        answer = (await asyncio.wait_for(reader.read(), 20)).decode()
+        assert answer.startswith("HTTP/1.1 400") and "connection: close" in answer.lower()
+        assert answer.count("HTTP/1.1") == 1
+        assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"].startswith("transfer-encoding: ")
+        writer.close()
+
+
+async def test_a_body_in_chunks_is_taken() -> None:
+    async with gateway() as served:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked"
+        head += "\r\ncontent-type: application/json"
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 1})
+        reader, writer = await raw(served.http.address, f"{head}\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n".encode())
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200")
         writer.close()
 
 

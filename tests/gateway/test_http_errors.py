@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 from support.fakes import ToyDraft, ToyTarget, until
-from support.gateways import PROMPT, gateway, stream_events
+from support.gateways import PANICS, PROMPT, gateway, panicking_tokenizer, stream_events
 
 from outrider.client import Client
 from outrider.gateway.http.errors import http_status
 from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.text.chat_template import ChatTemplate
-from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
+from outrider.gateway.text.tokenizer import LONG_TEXT
+from outrider.rpc.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Failure, to_failure
 from outrider.rpc.sampling_params import SamplingParams
 
@@ -53,6 +54,35 @@ async def test_one_validator_with_grpc() -> None:
                 value == 254 and error["message"].startswith(problem) and code == "context_length_exceeded"
             )
         assert not served.target.opens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PANICS, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PANICS}], "max_tokens": 1}),
+        ("/tokenize", {"prompt": PANICS}),
+        ("/tokenize", {"prompt": "x" * LONG_TEXT + PANICS}),
+    ],
+)
+async def test_a_panic_of_the_tokenizers_library_is_its_request_s_alone(path: str, body: dict[str, Any]) -> None:
+    """It is no Exception: what goes on after errors would not go on after it."""
+    async with gateway(tokenizer=panicking_tokenizer()) as served, served.client() as client:
+        answer = await client.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "tokenizer_panic")
+        assert "tokenizers library" in error["message"]
+        fine = {"prompt": "the quick fox", **({} if path == "/tokenize" else {"max_tokens": 1})}
+        answer = await client.post("/v1/completions" if "chat" in path else path, json=fine)
+        assert answer.status_code == 200
+
+
+async def test_such_a_panic_is_internal_over_grpc() -> None:
+    async with gateway(tokenizer=panicking_tokenizer()) as served, Client(served.grpc_address) as client:
+        with pytest.raises(Internal, match="tokenizers library") as raised:
+            async for _ in client.generate(PANICS, max_tokens=1):
+                pass
+    assert raised.value.reason == "TOKENIZER_PANIC"
 
 
 # What is said: the field, or the whole message.
@@ -95,6 +125,9 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("logit_bias[-1]: is for no token id; allowed: token ids, 0 to 399", {"logit_bias": {"-1": 1}}),
     ("logit_bias[x]: is for no token id; allowed: whole numbers as texts", {"logit_bias": {"x": 1}}),
+    ("logit_bias[ 1 ]: is for no token id; allowed: whole numbers as texts", {"logit_bias": {" 1 ": 1}}),
+    ("logit_bias[1_0]: is for no token id; allowed: whole numbers as texts", {"logit_bias": {"1_0": 1}}),
+    ("logit_bias[01]: is for no token id; allowed: whole numbers as texts", {"logit_bias": {"01": 1}}),
     ("prompt", {"prompt": ""}),
     ("prompt", {"prompt": {"text": "x"}}),
     ("prompt[1]", {"prompt": [1, 400]}),
@@ -401,3 +434,15 @@ def test_statuses() -> None:
     assert http_status(Unavailable("gone")) == 503
     assert http_status(ResourceExhausted("busy", retry_after_ms=1)) == 429
     assert http_status(ResourceExhausted("larger than the cache", reason="DOES_NOT_FIT")) == 400
+
+
+async def test_a_key_that_stands_twice_is_refused() -> None:
+    """At any depth, in every endpoint: readers differ in which of the two they take."""
+    twice = '{"model": "toy", "prompt": "x", "temperature": 0, "speculation": {"mode": "auto", "mode": "chains"}}'
+    async with gateway() as served, served.client() as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"):
+            answer = await client.post(path, content=twice, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == (
+                "body: has the key 'mode' twice; allowed: each key of an object once"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -86,6 +86,29 @@ async def test_a_text_whole_and_streamed() -> None:
         deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
         assert "".join(deltas) == "the lazy dog" == completed["output"][0]["content"][0]["text"] and len(deltas) > 1
         Response.model_validate(completed, strict=False)
+
+
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 1}])
+async def test_parts_of_a_message_have_their_tokens_log_probabilities(fields: dict[str, Any]) -> None:
+    """However its tokens come: with reasoning and calls among them, and held back where a stop string may begin."""
+    text = f"<think>\nwell</think>naïve 你 {CALL} then"
+    ids = tool_tokenizer("hermes").encode(text, add_special_tokens=False)
+    for num_forced in (0, 3):
+        toy = ToyTarget(rule=scripted([*ids, EOS]), info=target_info(**LONG), num_forced=num_forced)
+        draft = ToyDraft(rule=toy.rule) if num_forced else None
+        async with gateway(toy, draft, tokenizer=tool_tokenizer("hermes")) as served:
+            events = await events_of(served, tools=[ADD], stop="the end", **fields)
+            plain = await events_of(served, tools=[ADD])
+        parts = [item["content"][0] for item in events[-1]["response"]["output"] if item["type"] == "message"]
+        assert [part["text"] for part in parts] == ["naïve 你 ", " then"]
+        for part in parts:
+            assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode() == part["text"]
+            assert {entry["logprob"] for entry in part["logprobs"]} == {-0.5}
+            assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {fields.get("top_logprobs", 0)}
+        deltas = [one["logprobs"] for one in events if one["type"] == "response.output_text.delta"]
+        done = [one["logprobs"] for one in events if one["type"] == "response.output_text.done"]
+        assert done == [part["logprobs"] for part in parts] and [*chain(*deltas)] == [*chain(*done)]
+        assert not any(one.get("logprobs") for one in plain)
 
 
 async def test_the_package_assembles_the_stream() -> None:
@@ -281,7 +304,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("conversation", {"conversation": "x"}),
     ("background", {"background": True}),
     ("truncation", {"truncation": "auto"}),
-    ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"top_logprobs": 21}),
+    ("include[1]", {"include": ["reasoning.encrypted_content", "all"]}),
+    ("max_tool_calls", {"max_tool_calls": "3"}),
+    ("text.verbosity", {"text": {"verbosity": "chatty"}}),
     ("max_output_tokens", {"max_output_tokens": 0}),
     ("temperature", {"temperature": -1}),
     ("metadata", {"metadata": {"a": 1}}),

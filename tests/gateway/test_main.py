@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 from pathlib import Path
@@ -126,6 +127,16 @@ async def test_starts_in_the_middle_of_a_change_of_the_model(folder: Path) -> No
             assert (await client.info()).target.name == "toy"
 
 
+def test_origins_are_sites(tmp_path: Path) -> None:
+    given = {"target": ["a:1"], "tokenizer": str(tmp_path)}
+    assert load_settings(GatewaySettings, given, environ={}).allowed_origins == []
+    two = given | {"allowed_origins": ["https://a.example, http://[::1]:8080"]}
+    assert load_settings(GatewaySettings, two, environ={}).allowed_origins == ["https://a.example", "http://[::1]:8080"]
+    for wrong in ("a.example", "https://a.example/", "null", "https://*.example", ""):
+        with pytest.raises(SettingsError, match=re.escape(f"is {wrong!r}; allowed: scheme and host")):
+            load_settings(GatewaySettings, given | {"allowed_origins": [wrong]}, environ={})
+
+
 @pytest.mark.parametrize("flag", ["target", "draft"])
 def test_an_address_that_is_none_is_refused(tmp_path: Path, flag: str) -> None:
     given = {"target": ["a:1"], "tokenizer": str(tmp_path)} | {flag: ["b:2,ipv4:nobody"]}
@@ -136,7 +147,7 @@ def test_an_address_that_is_none_is_refused(tmp_path: Path, flag: str) -> None:
 def test_settings(tmp_path: Path) -> None:
     settings = load_settings(GatewaySettings, {"target": ["a:1", "b:2"], "tokenizer": str(tmp_path)}, environ={})
     assert settings.listen == "127.0.0.1:50050" and settings.num_draft_tokens == 4 and settings.draft == []
-    assert (settings.draft_patience_ms, settings.max_active, settings.max_waiting) == (500, 64, 256)
+    assert (settings.draft_patience_ms, settings.max_active, settings.max_waiting) == (500, 64, 960)
     assert (settings.max_admitted_tokens, settings.max_request_bytes) == (None, 4 << 20)
     assert (settings.drain_delay_s, settings.sse_keep_alive_s, settings.trust_traceparent) == (0, 15, False)
 

@@ -29,12 +29,20 @@ from support.fakes import (
 
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import MAX_FAILURES
+from outrider.gateway.peers.untrusted import UntrustedDrafts
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.rpc.messages import OVERCOMMIT, Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
-from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, StructuredOutput
+from outrider.rpc.sampling_params import (
+    BASELINE,
+    CAPABILITIES,
+    FRESH_SEED,
+    AcceptanceRule,
+    SamplingParams,
+    StructuredOutput,
+)
 from outrider.rpc.stream import StreamConfig
 
 
@@ -120,6 +128,32 @@ async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
         for salt in salts:
             assert await generate(drafts, targets, request(8, salt=salt)) == expected(PROMPT, 8)
         assert older.opens and len(draft.opens) == 12
+
+
+async def test_a_draft_that_would_recall_what_a_seed_said_before_is_not_asked() -> None:
+    """One that learns, and is older than the field. What is told to be fresh it drafts for, and greedy output."""
+    older, newer = DraftServicer(ToyDraft()), DraftServicer(ToyDraft())
+    learning = replace(draft_info(), methods=(DraftMethod("draft_model", learns=True),))
+    older.toy.info = learning
+    newer.toy.info = replace(learning, capabilities=(*CAPABILITIES, FRESH_SEED))
+    sampled = replace(request(8), sampling=SamplingParams())
+    async with (
+        serving(older) as first,
+        serving(newer) as second,
+        RemoteDrafts([first.address], stream_config=QUICK) as one,
+        RemoteDrafts([second.address], stream_config=QUICK) as other,
+        UntrustedDrafts([second.address], stream_config=QUICK) as untrusted,
+    ):
+        await until(lambda: one.usable and other.usable and untrusted.usable)
+        for drafts in (one, untrusted):
+            assert (
+                drafts.open(sampled, print)
+                is drafts.open(replace(sampled, acceptance=AcceptanceRule.BLOCK), print)
+                is None
+            )
+        asked = replace(sampled, acceptance=AcceptanceRule.COUPLED), replace(sampled, fresh_seed=True), request(8)
+        links = [drafts.open(each, print) for each in asked for drafts in (one, other, untrusted)]
+        assert None not in [*links, other.open(sampled, print)]
 
 
 async def test_a_grammar_is_the_targets_to_keep_and_no_draft_lacks_it() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.fakes import VOCAB as TOY_VOCAB
-from support.fakes import target_info
+from support.fakes import draft_info, target_info
 from support.gateways import toy_tokenizer
 
 from outrider.gateway.request import (
@@ -18,8 +19,8 @@ from outrider.gateway.request import (
 )
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
-from outrider.rpc.messages import MAX_NAME_CHARS
-from outrider.rpc.sampling_params import ALL_LOGPROBS, SamplingParams, validate_sampling
+from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod
+from outrider.rpc.sampling_params import ALL_LOGPROBS, AcceptanceRule, SamplingParams, validate_sampling
 from outrider.rpc.server_calls import ServerCall
 
 VOCAB = 100
@@ -89,3 +90,41 @@ async def test_the_log_probabilities_of_a_prompt_are_bounded(count: int, of_each
     asked_for = f"asks for {(most + 1) * of_each} log probabilities, {of_each} of each of {most + 1} tokens"
     assert violation.field == "sampling.prompt_logprobs"
     assert violation.problem == f"{asked_for}; allowed: at most 524288 of a prompt"
+
+
+SUFFIX, MODEL = DraftMethod("suffix", learns=True), DraftMethod("draft_model")
+BLOCK, COUPLED, REJECTION = AcceptanceRule.BLOCK, AcceptanceRule.COUPLED, AcceptanceRule.REJECTION
+
+
+@pytest.mark.parametrize(
+    ("seed", "asked", "rule"),
+    [
+        (None, {}, BLOCK),
+        (7, {}, COUPLED),
+        (7, {"method": "draft_model"}, BLOCK),
+        (7, {"methods": ("draft_model", "suffix")}, COUPLED),
+        (7, {"methods": ("prediction", "draft_model")}, COUPLED),
+        (7, {"acceptance": REJECTION}, REJECTION),
+    ],
+)
+async def test_a_seed_of_its_callers_is_coupled_where_earlier_answers_are_drafted(
+    seed: int | None, asked: dict[str, Any], rule: AcceptanceRule
+) -> None:
+    """Unless the request insists; only a seed that the gateway drew is told as fresh."""
+    request = GenerationRequest(
+        token_ids=(7,), sampling=SamplingParams(seed=seed), speculation=SpeculationOptions(**asked)
+    )
+    draft = replace(draft_info(), methods=(SUFFIX, MODEL, DraftMethod("prediction")))
+    prepared = await prepare(request, toy_tokenizer(), target_info(), draft, 4)
+    opened = prepared.open(0, 0, "")
+    assert prepared.acceptance is opened.acceptance is rule
+    assert opened.fresh_seed is (seed is None) and opened.may_recall is (opened.fresh_seed or rule is COUPLED)
+    lacks = replace(target_info(), capabilities=("acceptance.rejection",))
+    if rule is not REJECTION:
+        assert (await prepare(request, toy_tokenizer(), lacks, draft, 4)).acceptance is REJECTION
+
+
+async def test_a_prediction_without_a_draft_is_coupled_by_its_callers_seed() -> None:
+    for seed, rule in ((7, COUPLED), (None, BLOCK)):
+        request = GenerationRequest(token_ids=(7,), prediction=(8, 9), sampling=SamplingParams(seed=seed))
+        assert (await prepare(request, toy_tokenizer(), target_info(), None, 0)).acceptance is rule

@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from support.fakes import ToyDraft, ToyTarget, draft_info, expected, target_info
-from support.gateways import PROMPT, gateway, ids_of, text_of
+from support.gateways import PROMPT, gateway, ids_of, text_of, toy_tokenizer
 
 from outrider.client import Client, Part
 from outrider.gateway import servicer
@@ -99,6 +99,16 @@ async def test_a_client_of_the_first_protocol() -> None:
 async def generate(address: str, **options: Any) -> list[Part]:
     async with Client(address) as client:
         return [part async for part in client.generate(**GREEDY, **options)]
+
+
+async def test_the_prompt_s_ids_are_told_once_to_who_has_them_not() -> None:
+    text = "the quick brown fox"
+    ids = toy_tokenizer().encode(text)
+    async with gateway() as served, Client(served.grpc_address) as client:
+        parts = [part async for part in client.generate(text, n=2, max_tokens=2)]
+        assert [part.prompt_token_ids for part in parts if part.index == 0] == [tuple(ids), ()]
+        parts += [part async for part in client.generate(token_ids=tuple(ids), max_tokens=2)]
+    assert sum(bool(part.prompt_token_ids) for part in parts) == 1
 
 
 async def test_a_model_is_named_as_it_is_served() -> None:

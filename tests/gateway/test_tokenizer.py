@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 from support.models import SPECIAL, train_byte_fallback, train_byte_level
+from tokenizers import Regex, decoders, normalizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
-from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
+from outrider.gateway.text.control_tokens import control_tokens
+from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer, make_detokenizer
+from outrider.rpc.errors import Internal
+from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.vocabulary import read_vocabulary
 
 TEMPLATE = (
@@ -223,3 +226,22 @@ def test_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, outrider.rpc.vocabulary; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_call() -> None:
+    """Of a decoder that cuts more off a token than it has, and of a normalizer whose pattern takes for ever."""
+    backend = train_byte_level()
+    backend.decoder = decoders.Strip("a", 0, 2)
+    backend.normalizer = normalizers.Replace(Regex("(a+)+$"), "")
+    broken = Tokenizer(backend, "broken", {"eos_token": "<|endoftext|>"}, None)
+    (letter,) = train_byte_level().encode("a").ids
+    for ids in ([letter], [letter] * (LONG_TEXT + 1)):
+        with pytest.raises(Internal, match="tokenizers library"):
+            broken.decode(ids)
+    with pytest.raises(Internal, match="tokenizers library"):
+        make_detokenizer(broken, SamplingParams(), ()).step(letter)
+    control = control_tokens(broken)
+    assert control is not None
+    with pytest.raises(Internal, match="tokenizers library"):
+        control.stands_in("a" * 24 + "!")
+    assert broken.encode("the fox")

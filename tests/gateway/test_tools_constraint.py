@@ -6,16 +6,20 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from support.fakes import EOS
 from support.tools import as_written, tool_tokenizer
 
+from outrider.engine import grammar_source
 from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec, Matcher
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.text.tools.calls import Tool, join_calls
-from outrider.gateway.text.tools.constraint import calls_grammar
+from outrider.gateway.text.tools.constraint import JSON_OPTIONS, calls_grammar
 from outrider.gateway.text.tools.formats import FORMATS
+from outrider.rpc.sampling_params import StructuredOutput
 
 VOCAB = 400
 ADD = Tool(
@@ -34,12 +38,14 @@ LISTED = Tool("listed", {"properties": {"a": {"type": "integer"}}}, strict=True)
 
 
 @contextmanager
-def compiled(name: str, tools: list[Tool], *, required: bool, parallel: bool) -> Iterator[CompiledGrammar]:
+def compiled(
+    name: str, tools: list[Tool], *, required: bool, parallel: bool, answer: StructuredOutput | None = None
+) -> Iterator[CompiledGrammar]:
     tokenizer = tool_tokenizer(name)
     one = FORMATS[name]
     ids = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
     markers = {text: ids[text] for text in (*one.parser.markers, *one.parser.inner) if text in ids}
-    constraint = calls_grammar(one, tools, markers, required=required, parallel=parallel)
+    constraint = calls_grammar(one, tools, markers, required=required, parallel=parallel, answer=answer)
     compiler = GrammarCompiler(tokenizer.backend.to_str().encode(), VOCAB, (EOS,))
     with closing(compiler):
         yield compiler.compile(GrammarSpec("grammar", constraint.grammar or ""))
@@ -96,20 +102,22 @@ def test_what_is_required_is_calls_and_nothing_else(name: str, parallel: bool) -
         assert parallel or len(calls) == 1
 
 
+def takes(grammar: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a whole text may be written, and then end."""
+    state = grammar.matcher()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(state):
+            return False
+        state.advance([token])
+    return EOS in allowed(state)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_strict_tool_among_text(name: str) -> None:
     """Any text goes; what begins as a call of the strict tool is one, and of another one is any object."""
     one = FORMATS[name]
     layout = one.several or one.layout
     tokenizer = tool_tokenizer(name)
-
-    def takes(grammar: CompiledGrammar, text: str) -> bool:
-        state = grammar.matcher()
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            if token not in allowed(state):
-                return False
-            state.advance([token])
-        return EOS in allowed(state)
 
     def call(function: str, arguments: str) -> str:
         return (
@@ -122,10 +130,50 @@ def test_a_strict_tool_among_text(name: str) -> None:
 
     good = call("add", '{"a": 1, "of": "x"}')
     with compiled(name, [ADD, PING, LISTED], required=False, parallel=True) as grammar:
-        assert takes(grammar, call("listed", '{"a": 1}')) and not takes(grammar, call("listed", '{"a": 1, "b": 1}'))
+        assert takes(grammar, tokenizer, call("listed", '{"a": 1}')) and not takes(
+            grammar, tokenizer, call("listed", '{"a": 1, "b": 1}')
+        )
         for text in ("a {text} [of] any kind", "", good, call("ping", '{"any": [1]}')):
-            assert takes(grammar, text), text
+            assert takes(grammar, tokenizer, text), text
         for text in (call("add", '{"a": "1"}'), call("other", "{}")):
-            assert not takes(grammar, text), text
+            assert not takes(grammar, tokenizer, text), text
         if one.parser.markers and not one.parser.bare:
-            assert takes(grammar, f"text {good} text") and not takes(grammar, f"text {call('add', '{}')}")
+            assert takes(grammar, tokenizer, f"text {good} text") and not takes(
+                grammar, tokenizer, f"text {call('add', '{}')}"
+            )
+
+
+SIZE = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+FORMS = [
+    (StructuredOutput(json_schema=SIZE), ['{"n": 1}', '{\n  "n": 1}'], ["{}", "1", "", " "]),
+    (StructuredOutput(json_object=True), ["{}", '{"a": [1]}'], ["[]", "text"]),
+    (StructuredOutput(choice=("yes", 'n"o')), ["yes", 'n"o'], ["", "yes!", "no"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "good", "bad"), FORMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_or_else_an_answer_of_a_form(
+    name: str, answer: StructuredOutput, good: list[str], bad: list[str]
+) -> None:
+    """And nothing but one of the two."""
+    layout, tokenizer = FORMATS[name].layout, tool_tokenizer(name)
+    call = (
+        layout.opening + layout.before.replace("NAME", "add") + as_written(name, '{"a": 1, "of": "x"}') + layout.after
+    )
+    with compiled(name, [ADD, PING], required=False, parallel=False, answer=answer) as grammar:
+        fits = partial(takes, grammar, tokenizer)
+        assert all(map(fits, [*good, call + layout.closing]))
+        assert not any(map(fits, [*bad, f"text {call}{layout.closing}", good[0] + call]))
+    assert JSON_OPTIONS == grammar_source.JSON_OPTIONS  # so that an answer is as it is without tools
+
+
+@pytest.mark.parametrize("name", ["json", "llama3_json", "hermes"])
+def test_several_calls_or_else_an_answer(name: str) -> None:
+    """Also where an answer, too, may begin with a bracket."""
+    layout = FORMATS[name].several or FORMATS[name].layout
+    calls = layout.between.join([layout.before.replace("NAME", "ping") + "{}" + layout.after] * 2)
+    answer = StructuredOutput(json_schema='{"type": ["object", "array"]}')
+    with compiled(name, [ADD, PING], required=False, parallel=True, answer=answer) as grammar:
+        for text in (layout.opening + calls + layout.closing, "[1]", "{}"):
+            assert takes(grammar, tool_tokenizer(name), text), text

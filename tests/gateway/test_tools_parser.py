@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counting import CountedText
 
 from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 from outrider.gateway.text.tools.formats import FORMATS, Layout, detect
@@ -167,6 +168,23 @@ OUTPUTS: list[tuple[str, str, str, Calls]] = [
 ]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_the_end_cuts_behind_a_call_is_no_text(name: str, several: bool) -> None:
+    """The mark that closes it, what stands between two, or the beginning of the next one."""
+    one = FORMATS[name]
+    layout = (one.several or one.layout) if several else one.layout
+    arguments = "<parameter=a>\n1\n</parameter>\n" if one.in_xml else '{"a": 1}'
+    output = write(layout, [("add", arguments)] * (1 + several))
+    told = output.index(arguments) + len(arguments)
+    for end in range(told, len(output) + 1):
+        text, calls = parse(name, output[:end])
+        assert text == "" and calls[0][0] == "add" and calls[0][1] in ('{"a": 1}', '{"a": 1'), output[:end]
+        if one.in_xml and "<parameter" in output[told:end]:
+            break  # a value that is cut
+        assert parse(name, *output[:end]) == (text, calls)
+
+
 @pytest.mark.parametrize(("name", "output", "text", "calls"), OUTPUTS)
 def test_outputs(name: str, output: str, text: str, calls: Calls) -> None:
     assert parse(name, output) == parse(name, *output) == (text, calls)
@@ -195,6 +213,50 @@ def test_bounds() -> None:
     many = '<tool_call>{"name": "add"}</tool_call>' * (MAX_CALLS + 2)
     text, calls = parse("hermes", many)
     assert len(calls) == MAX_CALLS and text == '<tool_call>{"name": "add"}</tool_call>' * 2
+
+
+UNITS: list[tuple[str, str]] = [
+    ("hermes", "<tool_call>"),
+    ("hermes", '<tool_call>{"'),
+    ("hermes", " "),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>'),
+    ("qwen3_coder", "<tool_call>"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>"),
+    ("qwen3_coder", "<tool_call><function=add></function>\n"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", '[TOOL_CALLS] [{"'),
+    ("mistral_args", "[TOOL_CALLS]add[CALL_ID]"),
+    ("llama3_json", "<|python_tag|>"),
+    ("deepseek_v3", BEGIN),
+    ("deepseek_v3", CALL),
+    ("deepseek_v3", BEGIN + CALL),
+    ("deepseek_v31", CALL + SEP),
+    ("json", "["),
+    ("json", '[{"name": "add", "arguments": {"a": ['),
+]
+
+
+@pytest.mark.parametrize(("name", "unit"), UNITS)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_ten_times_the_text_is_ten_times_the_work(name: str, unit: str, in_pieces: bool) -> None:
+    """Whatever a model writes, or a client says that it has written, at once or piece by piece."""
+
+    def work(count: int) -> int:
+        reading, pieces = parser(name), [unit] * count
+        reading._buffer, CountedText.work = CountedText(), 0
+        for piece in pieces if in_pieces else ["".join(pieces)]:
+            reading.push(piece)
+        reading.finish()
+        return CountedText.work
+
+    few = MAX_CALLS + 2
+    assert work(10 * few) < 15 * work(few)
+
+
+def test_white_space_before_anything_is_text_however_long() -> None:
+    """More of it than a call's head may have, where a call may begin without a marker."""
+    for name in FORMATS:
+        assert parse(name, " " * (MAX_HEAD_CHARS + 2) + "x") == (" " * (MAX_HEAD_CHARS + 2) + "x", [])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@ what constrains it, and what is refused."""
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from typing import Any
 
 import openai
@@ -16,9 +18,13 @@ from support.gateways import gateway, stream_events
 from support.tools import as_written, tool_tokenizer, writes, written
 
 from outrider.client import Client
+from outrider.gateway import engine as gateway_engine
 from outrider.gateway.request import GenerationRequest
+from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tools.formats import FORMATS, Layout
+from outrider.gateway.text.tools.parser import Parsed, ToolParser
 from outrider.gateway.text.tools.use import MAX_TOOLS
+from outrider.llm.inputs import chat_prompts
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Failure
 from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
@@ -265,6 +271,99 @@ async def delivered(client: Client, fields: dict[str, Any], cut: int) -> tuple[s
     return text, calls
 
 
+async def test_what_is_long_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client says that it has, and a call that has not ended, of which the end may say that it is text."""
+    name, output = "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n" + "x" * 60
+    ids, threads, push = written(name, output)[:-1], list[int](), ToolParser.push
+    monkeypatch.setattr(gateway_engine, "LONG_TEXT", 32)
+
+    def noting(self: ToolParser, text: str) -> Parsed:
+        threads.append(threading.get_ident())
+        return push(self, text)
+
+    monkeypatch.setattr(ToolParser, "push", noting)
+    async with gateway(target(name, output), tokenizer=tool_tokenizer(name)) as served:
+        for given in (ids[:-4], ids[:4]):
+            threads.clear()
+            request = GenerationRequest(
+                messages=tuple(ASKED["messages"]), tools=(ADD,), output_ids=(given,),
+                sampling=SamplingParams(temperature=0.0, max_tokens=len(ids)),
+            )  # fmt: skip
+            text = "".join([delta.text async for delta in served.engine.generate(request)])
+            assert output.endswith(text) and len(text) >= 4
+            beside = [thread != threading.get_ident() for thread in threads]
+            assert beside == sorted(beside, reverse=given != ids[:4]) and beside[-1]
+
+
+def allowed_tools(mode: str, *names: Any) -> dict[str, Any]:
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+async def test_of_allowed_tools_these_alone_may_be_called() -> None:
+    """All are shown to the model: its prompt is the one without a choice."""
+    async with gateway(target("hermes", "x"), tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        await client.chat.completions.create(**ASKED)
+        shape = {"type": "allowed_tools", "tools": [{"type": "function", "name": "add"}]}
+        for mode, start in (("auto", "start: (head calls)* TEXT"), ("required", "start: calls\n")):
+            fields: dict[str, Any] = {**ASKED, "tool_choice": allowed_tools(mode, "add")}
+            await client.chat.completions.create(**fields)
+            tools: list[Any] = [{"type": "function", **tool["function"]} for tool in (ADD, WEATHER)]
+            choice: Any = {**shape, "mode": mode}
+            await client.responses.create(model="toy", input="hi", tools=tools, tool_choice=choice)
+            plain, *opened = served.target.opens[0], *served.target.opens[-2:]
+            for one in opened:
+                assert one.prompt_ids == plain.prompt_ids and one.sampling.structured_output is not None
+                grammar = one.sampling.structured_output.grammar or ""
+                assert start in grammar and "add" in grammar and "weather" not in grammar
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+async def test_an_answer_of_a_form_beside_tools(choice: str | None) -> None:
+    """Agents with typed output send just this: calls, or else the answer."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    typed = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for output in ('{"city": "Oslo"}', output_of("hermes")):
+        async with gateway(target("hermes", output), tokenizer=tool_tokenizer("hermes")) as served:
+            fields = {**ASKED, "response_format": typed, **({"tool_choice": choice} if choice else {})}
+            async with served.openai() as client:
+                answer = await client.chat.completions.create(**fields)
+            opened = served.target.opens[-1].sampling.structured_output
+            if choice == "none":
+                assert opened is not None and json.loads(opened.json_schema or "") == schema
+                assert answer.choices[0].message.content == output
+                continue
+            assert opened is not None and "start: calls | answer\n" in (opened.grammar or "")
+            calls = answer.choices[0].message.tool_calls or []
+            assert [(call.type == "function" and call.function.name) for call in calls] == (
+                [] if "Oslo" in output else [name for name, _ in CALLS]
+            )
+            assert answer.choices[0].message.content == (output if "Oslo" in output else None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+async def test_where_nothing_but_calls_may_come_there_is_no_text(choice: Any) -> None:
+    """However `max_tokens` cuts them, in any endpoint."""
+    output = output_of("hermes", CALLS[:1])
+    async with gateway(target("hermes", output), tokenizer=tool_tokenizer("hermes")) as served:
+        for most in range(1, len(written("hermes", output))):
+            fields: dict[str, Any] = {**ASKED, "max_tokens": most, "tool_choice": choice}
+            async with served.openai() as client:
+                answer = await client.chat.completions.create(**fields)
+            assert answer.choices[0].finish_reason == "length" and not answer.choices[0].message.content
+
+
+async def test_a_function_without_parameters_takes_none() -> None:
+    """As OpenAI has it; one whose parameters are any object takes any."""
+    free = {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}}
+    async with gateway(target("hermes", "x"), tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        for tool, closed in ((WEATHER, True), (free, False)):
+            await client.chat.completions.create(**{**ASKED, "tools": [tool], "tool_choice": "required"})
+            opened = served.target.opens[-1].sampling.structured_output
+            assert opened is not None
+            assert ('"additionalProperties": false, "properties": {}' in (opened.grammar or "")) == closed
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
@@ -280,9 +379,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"function": {"name": f"f{index}"}} for index in range(MAX_TOOLS + 1)]}),
     ("tools", {"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}),
     ("tools", {"tools": 3}),
-    ("tools", {"response_format": {"type": "json_object"}}),
+    ("tools", {"structured_outputs": {"regex": "a"}}),
+    ("tools", {"response_format": {"type": "json_object"}, "tool_choice": "required"}),
     ("tool_choice", {"tool_choice": "sometimes"}),
-    ("tool_choice", {"tool_choice": {"type": "allowed_tools"}}),
+    ("tool_choice.allowed_tools", {"tool_choice": {"type": "allowed_tools"}}),
+    ("tool_choice.allowed_tools.tools[0]", {"tool_choice": allowed_tools("auto", 7)}),
+    ("tool_choice.allowed_tools.tools[1].function.name", {"tool_choice": allowed_tools("auto", "add", "other")}),
     ("tool_choice", {"tools": [], "tool_choice": "required"}),
     ("tool_choice.function.name", {"tool_choice": {"type": "function", "function": {"name": "other"}}}),
     ("parallel_tool_calls", {"parallel_tool_calls": "yes"}),
@@ -299,6 +401,40 @@ async def test_refusals_name_the_field() -> None:
             answer = await client.post("/v1/chat/completions", json={**ASKED, **fields})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (fields, answer.json())
         assert not served.target.opens
+
+
+async def test_a_message_of_calls_alone_comes_back_by_every_way() -> None:
+    """As the server itself answers it: with null for its content."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "[1]"},
+    ]
+    items = [
+        messages[0],
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "[1]"},
+    ]
+    told = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    tokenizer = copy.copy(tool_tokenizer("json"))
+    expected = '<user>go<assistant>{"name": "add", "arguments": {"a": 1}}<tool>[1]'
+    for content in ("m.content", "'' + m.content"):
+        source = "{% for m in messages %}<{{ m.role }}>" + told.replace("m.content", content) + "{% endfor %}"
+        tokenizer.chat_template = ChatTemplate(source)
+        asked: dict[str, Any] = {"model": "toy", "temperature": 0}
+        async with gateway(target("json", "x"), tokenizer=tokenizer) as served, served.client() as client:
+            for path, body in (
+                ("/v1/chat/completions", {"messages": messages, "max_tokens": 1}),
+                ("/v1/responses", {"input": items, "max_output_tokens": 1}),
+            ):
+                assert (await client.post(path, json=asked | body)).status_code == 200
+            async with Client(served.grpc_address) as by_grpc:
+                assert [part async for part in by_grpc.generate(messages=messages, max_tokens=1)]
+            counted = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+            read = [*(opened.prompt_ids for opened in served.target.opens), counted]
+        (in_process,) = chat_prompts(tokenizer, messages)
+        assert [tokenizer.decode(ids) for ids in read] == [expected] * 4 and in_process.text == expected
 
 
 async def test_a_target_without_grammars_refuses_what_needs_one() -> None:
@@ -343,7 +479,9 @@ async def test_a_completion_that_is_whole_ends_as_it_did() -> None:
 async def test_a_template_without_tools_takes_none() -> None:
     async with gateway() as served, served.client() as client:
         answer = await client.post("/v1/chat/completions", json={**ASKED, "max_tokens": 5})
-        assert answer.json()["error"]["param"] == "tools" and "tool_parser" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "tools" and "--tool-parser" in answer.json()["error"]["message"]
+        body = {**ASKED, "max_tokens": 5, "tool_choice": "none"}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
 class Add(BaseModel):

@@ -10,14 +10,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+import zipfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.manifests import KUBERNETES, Overlay
-from test_layout import REPOSITORY, ROOTS
+from test_layout import REPOSITORY, ROOTS, imports_of, package_of, sources
 
 from outrider.client import Client
 
@@ -66,6 +70,76 @@ def test_vllms_image_is_the_targets_with_a_compiler() -> None:
     )
     last = plain[plain.index("COPY --from=layers") :]
     assert other[other.index("COPY --from=layers") :] == last
+
+
+def loaded_by(module: str) -> set[str]:
+    """The parts of the project that are imported where a module is run, without what a function imports."""
+    files = {".".join(path.with_suffix("").parts[-depth:]): path for path in sources() if (depth := depth_of(path))}
+    files |= {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found, ahead = set(), [module]
+    while ahead:
+        path = files.get(ahead.pop())
+        if path is not None and path not in found:
+            found.add(path)
+            ahead += [imported.name for imported in imports_of(path, lazy=False)]
+    return {package_of(path) for path in found}
+
+
+def depth_of(path: Path) -> int:
+    """How many of a file's parts its module's name has: from the namespace on."""
+    return len(path.parts) - path.parts.index("outrider", len(REPOSITORY.parts))
+
+
+@pytest.mark.parametrize("service", MODULES)
+def test_layers_have_what_a_service_loads(service: str) -> None:
+    (text,) = re.findall(rf"^ +{service}\) parts=\"(.+?)\"", (IMAGES / "layers.sh").read_text(encoding="utf-8"), re.M)
+    loaded = loaded_by(f"outrider.{MODULES[service]}.__main__")
+    assert loaded and loaded <= set(text.split())
+
+
+LOCKED = re.compile(r"(?P<name>[\w.-]+)==(?P<version>\S+) --hash=sha256:[0-9a-f]{64}")
+
+
+@pytest.mark.parametrize("path", sorted((IMAGES / "locks").iterdir()), ids=lambda path: path.name)
+def test_a_lock_has_what_its_extras_ask_for(path: Path) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first, *lines = path.read_text(encoding="utf-8").splitlines()
+    made = re.fullmatch(r"# Made by k8s/images/lock.py (\S+), for (linux_(\w+)-cp3(\d+))\.", first)
+    assert made is not None and path.name == f"{made[1].replace(',', '-')}.{made[2]}.txt"
+    matches = [LOCKED.fullmatch(line) for line in lines]
+    versions = {canonicalize_name(match["name"]): match["version"] for match in matches if match is not None}
+    assert len(versions) == len(lines) and "outrider" not in versions
+    where = {"platform_machine": made[3], "python_version": f"3.{made[4]}", "extra": ""}
+    asked = [Requirement(text) for text in project["dependencies"]]
+    extras = made[1].split(",")
+    for extra in extras:  # grows by those of our own that an extra asks for
+        for requirement in map(Requirement, project["optional-dependencies"][extra]):
+            if requirement.name == "outrider":
+                extras += requirement.extras - set(extras)
+            elif requirement.marker is None or requirement.marker.evaluate(where):
+                asked.append(requirement)
+    assert [str(one) for one in asked if not one.specifier.contains(versions[canonicalize_name(one.name)])] == []
+
+
+def test_a_wheel_of_another_content_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(IMAGES, tmp_path / "k8s/images", ignore=shutil.ignore_patterns("locks"))
+    (tmp_path / "k8s/images/locks").mkdir()
+    with zipfile.ZipFile(tmp_path / "nothing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("nothing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1.0\n")
+        wheel.writestr("nothing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("nothing-1.0.dist-info/RECORD", "")
+    own = {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+
+    def fill() -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / "k8s/images/wheelhouse.sh"), "gateway", "house"]
+        return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=False)
+
+    without = fill()
+    (lock,) = re.findall(r"there is no (\S+): make it with \S+ k8s/images/lock.py gateway", without.stderr)
+    (tmp_path / lock).write_text(f"nothing==1.0 --hash=sha256:{'0' * 64}\n", encoding="utf-8")
+    other = fill()
+    assert without.returncode and other.returncode and "DO NOT MATCH THE HASHES" in other.stderr
+    assert not (tmp_path / "house").exists() or not list((tmp_path / "house").iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ and time series that the code has, and nobody may reach more than is used."""
 from __future__ import annotations
 
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from itertools import product
@@ -102,6 +103,15 @@ def test_only_what_is_scratch_can_be_written(workload: Workload) -> None:
         assert mount.get("readOnly") or volumes[name].get("emptyDir", {}).get("sizeLimit")
     writable = [mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")]
     assert any(workload.environment["XDG_CACHE_HOME"].startswith(f"{path}/") for path in writable)
+
+
+def test_secrets_are_for_the_services_user_alone(overlay: Overlay) -> None:
+    for workload in overlay.workloads:
+        context = workload.pod["securityContext"]
+        assert context["fsGroup"] == context["runAsGroup"]
+        for volume in workload.pod["volumes"]:
+            mode = volume.get("secret", {"defaultMode": stat.S_IRGRP})["defaultMode"]
+            assert mode & stat.S_IRGRP and not mode & (stat.S_IRWXO | stat.S_IWGRP), volume["name"]
 
 
 SECURED = ["prod", "prod-hpa", "vllm-hosts", "vllm-tp"]

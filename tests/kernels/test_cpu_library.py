@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,6 +116,16 @@ def test_every_variant_computes_the_same_function(tmp_path: Path, monkeypatch: p
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="no cross compiler")
 def test_they_compile_for_arm(tmp_path: Path) -> None:
     assert build.compile_library(build.Variant("c-neon"), tmp_path, "aarch64-linux-gnu-gcc").stat().st_size
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no binutils")
+def test_a_fault_in_them_is_of_use_to_nobody(packaged: Path) -> None:
+    """What they call cannot be written over, nor what lies on the stack without being seen."""
+    command = ("readelf", "--wide", "--dynamic", "--segments", "--dyn-syms", str(packaged))
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (stack,) = (line for line in said.splitlines() if line.split()[:1] == ["GNU_STACK"])
+    assert "GNU_RELRO" in said and "BIND_NOW" in said and "RWE" not in stack
+    assert "__stack_chk_fail" in said and "__memcpy_chk" in said
 
 
 def test_they_are_compiled_once(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outrider.llm.config import MISSING, SpeculativeConfig
 from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import params_per_prompt
 from outrider.llm.validation import fixed_fields
+from outrider.pairs import pair_path
 from outrider.rpc.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
@@ -225,6 +226,19 @@ def test_a_head_is_located_beside_its_target(tmp_path: Path, monkeypatch: pytest
         assert config.parallel_drafting is is_parallel  # vLLM has to be told
     lookup = SpeculativeConfig(**NGRAM)
     assert lookup.located(tmp_path) is lookup
+
+
+def test_the_embedded_pairs_name_is_what_it_has_for_the_method() -> None:
+    pair = pair_path()
+
+    def model(**given: Any) -> Any:
+        return SpeculativeConfig(model="python", num_speculative_tokens=4, **given).located(pair.target).model
+
+    assert model() == model(method="draft_model") == model(method="suffix,draft_model") == pair.draft
+    assert model(method="pard") == model(parallel_drafting=True) == pair.pard
+    assert {name: model(method=name) for name in pair.heads} == pair.heads
+    named = SpeculativeConfig(model="python/eagle3", num_speculative_tokens=4)
+    assert (named.method, named.model) == ("eagle3", pair.heads["eagle3"])
 
 
 @pytest.mark.parametrize("method", MISSING)

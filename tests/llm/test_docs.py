@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from llm.test_backends import gateway
 from support.fakes import ToyTarget
-from support.pairs import TinyPair
 
 from outrider.llm import LLM, SamplingParams, SpeculativeConfig
 from outrider.llm.arguments import ARGUMENTS, FIXED, NOT_THERE, OLD, SHORT, EngineArguments
@@ -43,12 +42,13 @@ def test_every_name_is_there(section: str) -> None:
     assert in_tables - NAMES[section] == set()
 
 
-def test_the_readmes_script_runs(tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
-    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("## From a script")[2]
-    script = section.partition("```python\n")[2].partition("```")[0]
-    assert "models/large" in script and "models/small" in script
+@pytest.mark.parametrize("page", ["README.md", "docs/llm.md"])
+def test_the_first_script_of_each_runs_as_it_stands(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    script = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "outrider.llm" in each)
+    assert 'LLM("python"' in script
     names: dict[str, Any] = {}
-    exec(script.replace("models/large", str(tiny_pair.target)).replace("models/small", str(tiny_pair.draft)), names)
+    exec(script, names)
     names["llm"].close()
     assert capsys.readouterr().out.strip()
 

@@ -5,11 +5,15 @@ Drafting by the number of running requests: off above a bound and on again, fewe
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,21 @@ import torch
 from support.models import hf_logits, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
+import outrider.llm
 from outrider.gateway.request import GenerationDelta
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
-from outrider.llm import LLM, RequestOutput, SamplingParams, TokensPrompt, Unsupported
+from outrider.llm import (
+    LLM,
+    EngineArgs,
+    FlatLogprobs,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokensPrompt,
+    Unsupported,
+)
 from outrider.llm.backends import Job
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
@@ -124,7 +138,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
         llm.generate({"prompt": text, "multi_modal_data": {"image": object()}}, greedy, **QUIET)
     with pytest.raises(TypeError, match="prompt_token_ids"):
         llm.generate({"prompt_tokens_ids": ids}, greedy, **QUIET)
-    with pytest.raises(ValueError, match="ids"):
+    with pytest.raises(ValueError, match=r"^prompt\[0\]: is 305"):
         llm.generate([[VOCAB + 5]], greedy, **QUIET)
     with pytest.raises(ValueError, match="511"):
         llm.generate([[5] * 600], greedy, **QUIET)
@@ -303,6 +317,108 @@ def test_priority_goes_first(tiny_pair: TinyPair) -> None:
             made.generate(prompts_of(2), params, priority=[1])
 
 
+def test_what_is_enqueued_runs_when_it_is_waited_for(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    prompts, talk = prompts_of(3), [{"role": "user", "content": "hello"}]
+    expected = [*llm.generate(prompts, params, **QUIET), *llm.chat(talk, params, **QUIET)]
+    ids = llm.enqueue(prompts, params, priority=1) + llm.enqueue_chat(talk, params)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids and ids_of(outputs) == ids_of(expected)
+    assert llm.wait_for_completion(RequestOutput, use_tqdm=False) == []
+    with pytest.raises(Unsupported, match="do not embed"):
+        llm.wait_for_completion(object)
+    with pytest.raises(TypeError, match=r"LLM\.enqueue has no keyword 'sampling'"):
+        llm.enqueue(prompts, sampling=params)  # type: ignore[call-arg]
+
+
+def test_one_priority_is_that_of_all_prompts(llm: LLM) -> None:
+    jobs = llm._maker.make([Prompt(None, (5,)), Prompt(None, (6,))], SamplingParams(), 1)
+    assert [job.request.priority for job in jobs] == [1, 1]
+    (output,) = llm.generate([5], SamplingParams(max_tokens=1), priority=1, **QUIET)
+    assert output.finished
+
+
+def test_flat_log_probabilities_are_the_same_ones(llm: LLM) -> None:
+    dicts, flat = (
+        llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1,
+                                               flat_logprobs=is_flat), **QUIET)[0]
+        for is_flat in (False, True)
+    )  # fmt: skip
+    logprobs, of_prompt = flat.outputs[0].logprobs, flat.prompt_logprobs
+    assert isinstance(logprobs, FlatLogprobs) and isinstance(of_prompt, FlatLogprobs)
+    assert dicts.outputs[0].logprobs == list(logprobs) == [*logprobs[:1], *logprobs[1:]]
+    assert dicts.prompt_logprobs == [None, *list(of_prompt)[1:]] and of_prompt[0] == {}
+    assert (of_prompt.start_indices[:2], of_prompt.end_indices[0]) == ([0, 0], 0)
+    assert (
+        logprobs.token_ids[0] in logprobs[0]
+        and len(logprobs.ranks) == len(logprobs.logprobs) == logprobs.end_indices[-1]
+    )
+    with pytest.raises(TypeError, match="only added"):
+        logprobs[0] = {}
+
+
+def test_keywords_as_an_object(tiny_pair: TinyPair) -> None:
+    """EngineArgs holds those of LLM, which takes them as they are, defaults and all."""
+    given = EngineArgs(model=str(tiny_pair.target), max_model_len=64, threads=1, spec_method="ngram", spec_tokens=2)
+    with (
+        LLM.from_engine_args(given) as made,
+        LLM(**{**asdict(given), "spec_method": None, "spec_tokens": None}) as other,
+    ):
+        assert made.arguments == other.arguments and made.arguments.max_model_len == 64
+        assert made._backend.num_draft_tokens == 2 and other._backend.num_draft_tokens == 0
+    assert "secret" not in repr(EngineArgs(token="secret"))
+
+
+def test_keywords_as_flags() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert EngineArgs.from_cli_args(parser.parse_args([])) == EngineArgs()
+    line = ["--model", "org/name", "--max-model-len", "64", "--no-enforce-eager", "--enable-lora"]
+    given = parser.parse_args([*line, "--speculative-config", '{"method": "ngram"}'])
+    assert EngineArgs.from_cli_args(given) == EngineArgs(
+        model="org/name", max_model_len=64, enable_lora=True, speculative_config={"method": "ngram"}
+    )
+
+
+def test_names_of_vllms_modules() -> None:
+    from outrider.llm.logprobs import Logprob
+    from outrider.llm.v1.metrics import reader
+
+    assert outrider.llm.__version__ == version("outrider")
+    assert (reader.Vector, reader.Counter, Logprob) == (outrider.llm.Vector, outrider.llm.Counter, outrider.llm.Logprob)
+
+
+IDS = [1, 2, 3]
+ASKED_WRONGLY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prompt: has 600 tokens": ([1] * 600, {}),
+    "prompt[1]: is 5000": ([1, 5000], {}),
+    "prompt: is empty": ({"prompt_token_ids": []}, {}),
+    "structured_outputs: ": (IDS, {"structured_outputs": StructuredOutputsParams(grammar="root ::= x")}),
+    "structured_outputs.choice[0]: ": (IDS, {"structured_outputs": StructuredOutputsParams(choice=["x" * 70_000])}),
+    "structured_outputs: leaves no token": (
+        IDS,
+        {"structured_outputs": StructuredOutputsParams(regex="a"), "allowed_token_ids": [5]},
+    ),
+    "thinking_token_budget: ": (IDS, {"thinking_token_budget": 5}),
+    "allowed_token_ids[0]: ": (IDS, {"allowed_token_ids": [5000]}),
+    "bad_words[0]: ": (IDS, {"bad_words": ["x" * 300]}),
+    "cache_salt: ": ({"prompt_token_ids": IDS, "cache_salt": "x" * 300}, {}),
+    "prediction[0]: ": ({"prompt_token_ids": IDS, "prediction": [5000]}, {}),
+    "prediction: has ": ({"prompt_token_ids": IDS, "prediction": "a b " * 5000}, {}),
+}
+OF_THE_WIRE = re.compile(r"token_ids\.ids|sampling\.|open\.|structured_output\b|reasoning\.|\bsalt:|\btext:")
+
+
+@pytest.mark.parametrize("begins", ASKED_WRONGLY)
+def test_what_is_refused_is_named_as_it_is_called_here(llm: LLM, begins: str) -> None:
+    """Here, and in what a traceback shows."""
+    prompt, fields = ASKED_WRONGLY[begins]
+    with pytest.raises(ValueError, match=f"^{re.escape(begins)}") as caught:
+        llm.generate(prompt, SamplingParams(**fields), **QUIET)
+    assert not OF_THE_WIRE.search(str(caught.value))
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert ("maximum context length is 512 tokens" in str(caught.value)) == (begins == "prompt: has 600 tokens")
+
+
 def test_chat_and_its_templates(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=4)
     talk: list[Mapping[str, Any]] = [{"role": "user", "content": "hello"}]
@@ -395,16 +511,21 @@ def test_vllms_name_of_block_verification(tiny_pair: TinyPair, monkeypatch: pyte
         seen.clear()
 
 
-def test_defaults_are_the_models_own(tiny_pair: TinyPair, tmp_path: Any) -> None:
+def test_defaults_are_the_models_own(tiny_pair: TinyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_tiny(tmp_path, seed=1, vocab_size=VOCAB, generation={"temperature": 0.25, "top_k": 7})
     (folder / "tokenizer.json").write_bytes((tiny_pair.target / "tokenizer.json").read_bytes())
     with LLM(folder, threads=1) as made:
         defaults = made.get_default_sampling_params()
         assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.25, 7, 16)
         assert len(made.generate("the", None, **QUIET)[0].outputs[0].token_ids) <= 16
-    (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 7, "max_new_tokens": 3}')
+    said = {"temperature": 0.25, "top_k": 7, "max_new_tokens": 3, "min_new_tokens": 2, "suppress_tokens": [5]}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    caplog.clear()
     with LLM(folder, threads=1, override_generation_config={"top_k": 9}, generation_config="auto") as made:
         assert made.get_default_sampling_params() == SamplingParams(temperature=0.25, top_k=9, max_tokens=3)
+        made.generate(["the", "the"], None, **QUIET)
+    (warning,) = (record.getMessage() for record in caplog.records if "generation_config.json" in record.getMessage())
+    assert "suppress_tokens, min_new_tokens has no effect" in warning
     with LLM(folder, threads=1, generation_config="vllm") as made:
         assert made.get_default_sampling_params() == SamplingParams()
 
@@ -524,8 +645,30 @@ def test_fewer_tokens_by_batch_size(tiny_pair: TinyPair) -> None:
         assert 0 < found["num_drafts"].value <= found["num_draft_tokens"].value <= 2 * found["num_drafts"].value
 
 
+def test_single_ids_are_scored_along_the_prompt(tiny_pair: TinyPair) -> None:
+    """As a teacher scores what a student drew: a list for each of the prompt's last tokens, and one for all of them."""
+    prompt, asked = TokensPrompt(prompt_token_ids=[5, 6, 7, 8, 9, 10]), [[9, 3], [4, 4], [10, 11]]
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprob_token_ids=asked, prompt_logprob_start=2)
+    for_all = replace(scored, prompt_logprob_token_ids=[3, 10], prompt_logprob_start=3)
+    with LLM(tiny_pair.target, max_logprobs=-1, threads=1) as made:
+        every = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+        rows = made.generate(prompt, every, **QUIET)[0].prompt_logprobs
+        assert rows is not None
+        for params, start, lists in ((scored, 2, asked), (for_all, 3, [[3, 10]] * 2)):
+            output = made.generate(prompt, params, **QUIET)[0]
+            wanted = [[rows[start + 1 + row][token].logprob for token in ids] for row, ids in enumerate(lists)]
+            assert output.prompt_token_id_logprobs is not None and output.prompt_logprobs is None
+            assert output.prompt_token_id_logprobs.tolist() == wanted
+        with pytest.raises(
+            ValueError, match="prompt_logprob_token_ids: has 3 entries from position 3 of a prompt of 6"
+        ):
+            made.generate(prompt, replace(scored, prompt_logprob_start=3), **QUIET)
+    with pytest.raises(ValueError, match="differ in length"):
+        SamplingParams(prompt_logprob_token_ids=[[1], [1, 2]])
+
+
 def test_a_long_prompts_log_probabilities_come_in_slices() -> None:
-    builder = OutputBuilder("r", Prompt(None, (5, 6, 7)), 1, False, None)
+    builder = OutputBuilder("r", Prompt(None, (5, 6, 7)), SamplingParams(prompt_logprobs=1), None)
     for rows in (((), (TokenLogprob(6, -1.0, 2),)), ((TokenLogprob(7, -2.0, 1), TokenLogprob(9, -3.0, 2)),)):
         builder.add(GenerationDelta("r", 0, prompt_logprobs=rows))
     rows = builder.output.prompt_logprobs

@@ -207,7 +207,7 @@ async def test_a_gateway_has_adapters_by_name(tmp_path: Path) -> None:
                 assert output.outputs[0].token_ids == one.outputs[0].token_ids
             (talk,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, lora_request=SQL, **QUIET)
             assert talk.lora_request is SQL and target.opens[-1].adapter == "sql"
-            with pytest.raises(ValueError, match="adapter: is 'law', which does not exist; served here: 'sql'"):
+            with pytest.raises(ValueError, match="lora_request: is 'law', which does not exist; served here: 'sql'"):
                 llm.generate(prompts, GREEDY, lora_request=LAW, **QUIET)
             with pytest.raises(ValueError, match="2 prompts and 1 lora_requests"):
                 llm.generate(prompts, GREEDY, lora_request=[SQL], **QUIET)

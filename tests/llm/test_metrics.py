@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ def test_the_four_of_speculation_and_the_others(tiny_pair: TinyPair) -> None:
         outputs = made.generate([[9] * 20, [5, 6]], params, use_tqdm=False)
         made.generate([[9] * 20], params[0], use_tqdm=False)
         metrics = made.get_metrics()
+    stats = [output.metrics for output in outputs]
+    assert [own and own.num_generation_tokens for own in stats] == [30, 40]
+    for own in stats:  # in vLLM's order of moments
+        assert own is not None and not own.is_corrupted and 0 < time.time() - own.arrival_time < 600
+        assert 0 < own.queued_ts <= own.scheduled_ts <= own.first_token_ts < own.last_token_ts
+        assert own.first_token_latency == own.first_token_ts - own.queued_ts
     found: dict[str, Any] = {metric.name.removeprefix("vllm:"): metric for metric in metrics}
     drafts, drafted, accepted, by_position = (found[f"spec_decode_{name}"] for name in SPEC)
     assert isinstance(drafts, Counter) and isinstance(by_position, Vector)
@@ -97,8 +104,11 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_there_are_none_without_a_draft_or_with_stats_off(tiny_pair: TinyPair) -> None:
     with LLM(tiny_pair.target, threads=1) as made:
         assert not [metric for metric in made.get_metrics() if "spec_decode" in metric.name]
-    with LLM(tiny_pair.target, threads=1, disable_log_stats=True) as made, pytest.raises(RuntimeError, match="stats"):
-        made.get_metrics()
+    with LLM(tiny_pair.target, threads=1, disable_log_stats=True) as made:
+        with pytest.raises(RuntimeError, match="stats"):
+            made.get_metrics()
+        (output,) = made.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.metrics is None
 
 
 def test_the_bar_counts_prompts_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,9 @@ def test_keywords_of_pictures(tmp_path: Path) -> None:
 
 
 def test_our_engine_says_what_takes_them(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"media: has 1 entries, and .* takes no pictures; .*outrider\[vllm\]"):
+    with pytest.raises(
+        ValueError, match=r"multi_modal_data: has 1 entries, and .* takes no pictures; .*outrider\[vllm\]"
+    ):
         llm.generate({"prompt": "the <image>", "multi_modal_data": {"image": drawn()}}, GREEDY, **QUIET)
     (output,) = llm.generate({"prompt": "the", "multi_modal_data": None}, GREEDY, **QUIET)
     assert output.finished  # whoever is refused harms nobody

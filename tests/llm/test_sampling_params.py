@@ -23,7 +23,8 @@ DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "truncate_prompt_tokens": None, "logit_bias": None,
     "allowed_token_ids": None, "bad_words": [], "skip_reading_prefix_cache": None, "structured_outputs": None,
-    "guided_decoding": None, "thinking_token_budget": None,
+    "logprob_token_ids": None, "prompt_logprob_token_ids": None, "prompt_logprob_start": 0, "guided_decoding": None,
+    "thinking_token_budget": None, "flat_logprobs": False,
 }  # fmt: skip
 
 WRONG: list[tuple[str, Any]] = [
@@ -67,6 +68,15 @@ def test_defaults_are_vllms() -> None:
     assert {field.name for field in fields(SamplingParams)} == DEFAULTS.keys() | REFUSED.keys()
     assert wire(params) == WireSampling()
     assert SamplingParams(**DEFAULTS) == params  # what says nothing may be said
+
+
+def test_none_is_the_default_of_what_is_optional() -> None:
+    said = dict.fromkeys(DEFAULTS) | {"logit_bias": {"7": 200}, "top_p": 0.5, "max_tokens": 3}
+    assert SamplingParams.from_optional(**said) == SamplingParams(logit_bias={7: 100}, top_p=0.5, max_tokens=3)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional().max_tokens == 16
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        SamplingParams.from_optional(temprature=1)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
@@ -144,9 +154,11 @@ def test_the_way_to_the_wire() -> None:
     params = SamplingParams(
         temperature=0.5, top_k=-1, seed=-1, stop="x", logprobs=True, max_tokens=None, logit_bias={"3": 400.0},  # type: ignore[dict-item]
         stop_token_ids=[4], bad_words=["no"], min_tokens=2, allowed_token_ids=[1, 2], truncate_prompt_tokens=5,
+        logprob_token_ids=[7, 8],
     )  # fmt: skip
     out = wire(params)
     assert (out.top_k, out.seed, out.stop, out.logprobs, out.max_tokens) == (0, None, ("x",), 1, NO_BOUND)
+    assert out.logprob_token_ids == (7, 8)
     assert out.logit_bias == {3: 100.0} and out.stop_token_ids == (4,) and out.bad_words == ("no",)
     assert out.allowed_token_ids == (1, 2) and out.truncate_prompt_tokens == 5 and out.min_tokens == 2
     assert wire(SamplingParams(truncate_prompt_tokens=-1)).truncate_prompt_tokens == 511

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from support.environment import SEED
 from support.heads import save_guess
 from support.models import letters_backend, tiny_hf_model
+from support.services import START_S
 
 from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options
@@ -46,7 +47,7 @@ VOCAB, WIDE_VOCAB = 16, 4096
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_penalty": -1.8}  # it likes to repeat
 EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
 HALF_OF_THE_TOKENS = (5, 3, 6, 7, 1, 0, 4, 2, 3)  # after the others there is none, and the model drafts
-TOKENS_3K, TOKENS_5K, TOKENS_10K, TOKENS_20K, TOKENS_200K = 1_000, 1_667, 3_333, 6_667, 66_667  # sequences of 3 tokens
+TOKENS_3K, TOKENS_5K, TOKENS_20K, TOKENS_200K = 1_000, 1_667, 6_667, 66_667  # sequences of 3 tokens
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Setting:
 
 BLOCK, COUPLED = AcceptanceRule.BLOCK, AcceptanceRule.COUPLED
 ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
-TEMPERATURE_1 = Setting("temperature 1", short=TOKENS_10K)
+TEMPERATURE_1 = Setting("temperature 1")
 WITH_PENALTIES = Setting("penalties", PENALTIES)
 EACH = [
     TEMPERATURE_1,
@@ -105,9 +106,7 @@ EACH = [
     Setting("min_p", {"min_p": 0.05}),
     WITH_PENALTIES,
 ]
-EACH_COUPLED = [
-    replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED, short=TOKENS_3K) for setting in EACH
-]
+EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
 TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=1_250)
 MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
@@ -132,30 +131,35 @@ RELOADS_BY_BLOCK = replace(RELOADS, name="reloads, block", acceptance=BLOCK)
 BY_BLOCK = Setting("block", acceptance=BLOCK, k=3, depth=4, short=1_250)
 IN_TURN = Setting("in turn", method="suffix,draft_model", prompt=HALF_OF_THE_TOKENS, long=TOKENS_20K)
 IN_TURN_BY_BLOCK = replace(IN_TURN, name="in turn, block", acceptance=BLOCK, depth=4, short=750)
+NGRAM = Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K)
+EVERYTHING = Setting("all", ALL, long=TOKENS_20K)
+# Every rule, every parameter, what is drafted ahead, and every kind of draft: by a model, in parallel, beside the
+# target, one-hot, of another vocabulary, several in turn.
 SHORT = [
-    *EACH,
+    TEMPERATURE_1,
+    EVERYTHING,
     BONUS,
     MAPPED,
-    MAPPED_COUPLED,
-    REENCODED,
     REENCODED_COUPLED,
-    Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
-    Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
-    Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
+    NGRAM,
     CHAINS,
     PARD,
-    HEAD,
     HEAD_BY_BLOCK,
+    IN_TURN_BY_BLOCK,
+]
+LONG = [
+    *EACH[1:],
+    MAPPED_COUPLED,
+    REENCODED,
+    Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
+    Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
+    HEAD,
     HEAD_COUPLED,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
     IN_TURN,
-    IN_TURN_BY_BLOCK,
-    Setting("all", ALL, long=TOKENS_20K),
     Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
     Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, long=TOKENS_20K),
-]
-LONG = [
     *EACH_COUPLED[1:],
     replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K),
     replace(CHAINS, name="chains, block", acceptance=BLOCK, long=TOKENS_20K),
@@ -166,9 +170,8 @@ LONG = [
     replace(HEAD, name="head, all, block", sampling=ALL, acceptance=BLOCK),
     replace(PARD, name="pard, coupled", acceptance=COUPLED, windows_ahead=1, max_branches=2),
 ]
-WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
+WIDE = Setting("wide", draft="half", k=1, depth=2, long=40_960)
 
-START_S = 120.0
 MAX_ROWS = 8192  # of a step: no window is cut for want of room, so that a seed fixes the draws
 MODEL_SEED, LOGIT_SCALE = 9, 0.8  # enough overlap with its own opposite that top_p leaves some, min_p cuts some
 SHARED = 12  # tokens of the target that the mapped draft has; it spells the others with two of its own
@@ -433,7 +436,8 @@ async def _draw_one(
         peers = [peer for peer in (targets, drafts) if peer is not None]
         if not all(peer.usable for peer in peers):
             await asyncio.wait_for(asyncio.gather(*(peer.wait_usable() for peer in peers)), 30)
-        request = replace(request, tokenizer_fingerprint=targets.info.model.tokenizer_fingerprint)
+        fingerprint = targets.info.model.tokenizer_fingerprint
+        request = replace(request, tokenizer_fingerprint=fingerprint, fresh_seed=not failures)
         judging = targets if drafts is None else DraftedFirst(targets)
         rounds = speculate(
             drafts,

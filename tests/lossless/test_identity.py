@@ -42,6 +42,8 @@ from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
 from outrider.rpc.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.timeout(1800)  # 64 streams of the long form take minutes where others use the cores, too
+
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
 TWINS_CELL = Cell(
     16,
@@ -110,6 +112,7 @@ def test_every_pair_of_circumstances_and_every_prompt_occurs(crossed: bool) -> N
     assert len(dealt) == num_prompts
 
 
+@pytest.mark.usefixtures("prove")  # which says how many there are
 async def test_batch_invariant(
     invariant_work: tuple[Arithmetic, Work], plain: PlainOutputs, outcomes: dict[Cell, Outcome]
 ) -> None:
@@ -137,6 +140,7 @@ def test_drafts_were_right_and_wrong(outcomes: dict[Cell, Outcome], prove: bool)
     assert any(outcome.branches_taken for outcome in outcomes.values())
 
 
+@pytest.mark.usefixtures("prove")
 async def test_ordinary(
     ordinary_work: tuple[Arithmetic, Work], plain: PlainOutputs, near_ties: dict[str, list[NearTie]]
 ) -> None:

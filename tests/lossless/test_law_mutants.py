@@ -48,6 +48,7 @@ from lossless.law import (
     proportional,
     proposals_of,
     sparse,
+    target_law,
 )
 from torch import Tensor
 
@@ -644,6 +645,50 @@ def attending_to_the_refused_token_alone() -> Law:
     return law_of(endings_of(proposals_of(FULL_WEIGHTS)), attended=attended)
 
 
+# What is drafted for a seed that comes again, from a store that learns
+
+
+def asked_again(learns: Sequence[bool], coins_come_again: bool = True) -> Law:
+    """Another's answer is drafted for a seed's first call, of each call the latest that the store has, and the last
+    one's law is told. `learns`: from each call before that."""
+    first = target_law(())
+    asked = [
+        Proposal(mass / PARTS, (token,), (None,), uniforms=(cell / PARTS,))
+        for token, mass in enumerate(first)
+        if mass
+        for cell in range(PARTS)
+    ]
+    for is_learned in learns:
+        asked = [
+            Proposal(
+                mass,
+                tokens[:1] if is_learned else end.proposal.ids,
+                (None,),
+                uniforms=end.uniforms if coins_come_again else None,
+            )
+            for end in endings_of(asked)
+            for tokens, mass in committed_by(end)
+        ]
+    return judged(asked)
+
+
+def recalled_for_the_seed_that_said_it() -> Law:
+    return asked_again([True])
+
+
+def recalled_for_a_seed_that_was_the_gateways() -> Law:
+    """Its callers' calls teach nothing; the first one, whose seed the gateway drew and told, did."""
+    return asked_again([True, False])
+
+
+def recalled_for_other_seeds() -> Law:
+    return asked_again([True, True], coins_come_again=False)
+
+
+def others_recalled_for_a_seed_that_teaches_nothing() -> Law:
+    return asked_again([False, False])
+
+
 SERVICE_MUTANTS = [
     cut_after_the_token_was_seen,
     better_of_two_by_their_tokens,
@@ -656,6 +701,8 @@ SERVICE_MUTANTS = [
     retried_without_the_draft,
     attending_to_the_refused_token,
     attending_to_the_refused_token_alone,
+    recalled_for_the_seed_that_said_it,
+    recalled_for_a_seed_that_was_the_gateways,
 ]
 REMEDIES = [
     cut_before_the_token_is_drawn,
@@ -670,6 +717,8 @@ REMEDIES = [
     lookup_by_the_models_law,
     retried_with_the_same_randomness,
     retried_with_fresh_randomness_whatever_was_accepted,
+    recalled_for_other_seeds,
+    others_recalled_for_a_seed_that_teaches_nothing,
 ]
 
 

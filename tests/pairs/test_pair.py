@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import PairPaths, pair_path
 from outrider.pairs.expansion import expand_llama, write_expanded
 from outrider.proposers.heads.head import TargetWeights
@@ -39,6 +40,15 @@ def held_out_ids(pair: PairPaths) -> torch.Tensor:
 def load(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
+
+
+def test_a_message_of_calls_alone_is_an_empty_one(pair: PairPaths) -> None:
+    """The pair makes no calls; a conversation that another model has begun is taken all the same."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for folder in (pair.target, pair.draft, pair.pard):
+        text = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+        assert text == "<|user|>go<|assistant|><|endoftext|>" == Tokenizer.load(folder).render_chat(messages, False)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from outrider.planner.virtual_services import MAX_ROWS, DraftQuality
 
 MEASURED = "20261121T2153-intel-xeon-processor-4c.json"  # ten runs of every cell
 MODES = {"sequential": (Mode.SEQUENTIAL,), "chains": (Mode.CHAINS,), "branches": (Mode.BRANCHES,), "auto": tuple(Mode)}
-GREEDY_CORRECTIONS = (0.66, 0.16, 0.06)  # README, "Why branches pay"
+GREEDY_CORRECTIONS = (0.66, 0.16, 0.06)  # docs/performance.md, "Why branches pay"
 LOOPBACK_S = 0.00025  # of a message between two services of one machine
 CROSSINGS = 4  # ways in a round trip over the gateway
 REQUESTS = 4

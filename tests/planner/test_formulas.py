@@ -71,3 +71,9 @@ def test_nothing_beats_the_floor(acceptance: float) -> None:
     for k in range(1, 13):
         given = costs(k, acceptance, pass_ms=0.0)
         assert floor(given) <= min(sequential(given, 0.0), chains(given, 0.0), branches(given, 0.0, 1.0, 14.0)) + 1e-9
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
+def test_the_floor_is_reached_by_long_windows_that_cost_nothing(acceptance: float) -> None:
+    given = costs(400, acceptance, pass_ms=0.0)
+    assert floor(given) == pytest.approx(chains(given, 0.0))

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.predicted import NUM_DRAFT_TOKENS, edited, oracle_rounds
+from outrider.bench.prompt_sets import edited
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.prediction import LOST, PredictionProposer, PredictionState
 
+K = 8
 TEXT = list(range(100, 200))
 NEW = list(range(500, 600))
 PROMPT = (1, 2, 3)
@@ -109,8 +110,18 @@ def test_a_common_token_costs_a_bounded_search() -> None:
     assert len(state.propose(8)) == 8
 
 
+def oracle_rounds(num_tokens: int, lacking: set[int]) -> int:
+    """The first token, then rounds of at most K tokens that are right, each up to the next place that the guess lacks,
+    and the target's own."""
+    done = rounds = 1
+    while done < num_tokens:
+        drafted = next((n for n in range(K) if done + n in lacking or done + n >= num_tokens), K)
+        done, rounds = done + drafted + 1, rounds + 1
+    return rounds
+
+
 def test_nearly_what_an_oracle_gets_of_a_guess_with_every_20th_token_wrong() -> None:
-    """As `outrider.bench.predicted` measures it, on this project's own source."""
+    """On this project's own source."""
     tokenizer = Tokenizer.load(pair_path().target)
     root = Path(__file__).parents[2]
     texts = [tokenizer.encode(path.read_text("utf-8"))[:600] for path in sorted(root.glob("rpc/outrider/rpc/*.py"))]
@@ -120,7 +131,7 @@ def test_nearly_what_an_oracle_gets_of_a_guess_with_every_20th_token_wrong() -> 
         state, done = opened(guess, text[:1]), 1
         oracle, ours = oracle + oracle_rounds(len(text), lacking), ours + 1
         while done < len(text):
-            drafted = state.propose(NUM_DRAFT_TOKENS)
+            drafted = state.propose(K)
             pairs = zip(drafted, text[done:], strict=False)
             accepted = next((place for place, (left, right) in enumerate(pairs) if left != right), len(drafted))
             state.append(text[done : done + accepted + 1])

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from support.hub import CACHED_COMMIT, COMMIT, GATED, MODEL, cached, hub_endpoint
 
+from outrider.engine import checkpoint
+from outrider.pairs import pair_path
 from outrider.rpc.hub import ModelNotFound, is_hub_id, locate, model_name
 
 FILES = {
@@ -79,6 +83,46 @@ def test_a_hub_on_loopback(tmp_path: Path) -> None:
     assert gone.endswith(f"tests/other is not in the cache {tmp_path / 'hub'}, and {hub.url} cannot be reached")
 
 
+SHARDS = {f"model-{number}-of-2.safetensors": b"w" * number for number in (1, 2)}
+SHARDED = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()
+WHOLE = {"model.safetensors": b"w"}
+OTHERS = {"model.fp16.safetensors": b"h", "adapter_model.safetensors": b"a"}
+
+
+@pytest.mark.parametrize(
+    "named, files, chosen",
+    [
+        (None, {**WHOLE, "model.safetensors.index.json": SHARDED, **SHARDS}, {"model.safetensors"}),
+        (None, {"model.safetensors.index.json": SHARDED, **SHARDS}, set(SHARDS)),
+        ("own.safetensors", {**WHOLE, "own.safetensors": b"o"}, {"own.safetensors"}),
+        ("own.safetensors.index.json", {**WHOLE, "own.safetensors.index.json": SHARDED, **SHARDS}, set(SHARDS)),
+        (None, {"medusa_lm_head.safetensors": b"h"}, {"medusa_lm_head.safetensors", *OTHERS}),
+    ],
+    ids=["one file", "an index", "a named file", "a named index", "files of other names"],
+)
+def test_the_weights_that_are_read_are_downloaded_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, files: dict[str, bytes], chosen: set[str]
+) -> None:
+    hosted = {"config.json": json.dumps({"transformers_weights": named}).encode(), **files, **OTHERS}
+    asked: list[str] = []
+
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert (repo, revision) == (MODEL, COMMIT if asked else None), "what comes later is of the same commit"
+        (folder := tmp_path / COMMIT).mkdir(exist_ok=True)
+        asked.extend(filter_repo_objects(hosted, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        for name in asked:
+            (folder / name).write_bytes(hosted[name])
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = locate(MODEL)
+    assert {path.name for path in found.glob("*.safetensors")} == chosen
+    if len(chosen) < 3:
+        assert {path.name for path in checkpoint.weight_files(found)} == chosen
+        asked.clear()
+        assert locate(MODEL) == found and not {*asked} & chosen, "what is there is not asked for again"
+
+
 def test_what_is_cached_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -88,8 +132,9 @@ def test_what_is_cached_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_pa
         found = locate(model)
         assert (found / "config.json").read_text() == "{}" and model_name(found) == "tests/model"
     absent = rf"tests/other: .* is not in the cache {tmp_path / 'cache'}; HF_HUB_OFFLINE allows no download"
-    with pytest.raises(ModelNotFound, match=absent):
+    with pytest.raises(ModelNotFound, match=absent) as refused:
         locate("tests/other")
+    assert "".join(traceback.format_exception(refused.value)).count("Traceback") == 1, "theirs are not shown"
     with pytest.raises(ModelNotFound):
         locate("tests/model@other")
 
@@ -101,3 +146,16 @@ def test_folders_are_no_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert locate(path) == Path(path) and not is_hub_id(path)
     assert model_name(Path("tests/model")) == "model"
     assert is_hub_id("tests/other") and is_hub_id(Path("tests/other@refs/pr/1"))
+
+
+def test_the_embedded_pair_has_a_name_unless_a_folder_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pair = pair_path()
+    assert locate("python") == locate(Path("python"), weights=False) == pair.target
+    assert model_name(pair.target) == "python"
+    assert locate("python", drafts_by="ngram,draft_model") == pair.draft and model_name(pair.draft) == "python/draft"
+    assert locate("python", drafts_by="pard") == pair.pard and locate("python", drafts_by="mtp") == pair.heads["mtp"]
+    assert locate("python/eagle3") == pair.heads["eagle3"] and not is_hub_id("python/eagle3")
+    assert is_hub_id("python/other") and locate("cobol") == Path("cobol") and locate("python/..") == Path("python/..")
+    (tmp_path / "python/eagle3").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate("python") == Path("python") and locate("python/eagle3") == Path("python/eagle3")

@@ -165,7 +165,7 @@ async def test_a_full_server_says_when_to_come_back_and_that_it_lives() -> None:
 
 
 def test_a_caller_has_a_share_of_the_room_that_others_leave() -> None:
-    room, held = Room(8, 0.75), ExitStack()
+    room, held = Room(8, 0.75, ". More by a token"), ExitStack()
 
     def fill(who: str) -> tuple[int, str]:
         """How many are let in, and why no more are."""
@@ -174,6 +174,7 @@ def test_a_caller_has_a_share_of_the_room_that_others_leave() -> None:
                 held.enter_context(room.place(who))
             except ResourceExhausted as error:
                 assert error.retry_after_ms
+                assert error.message.endswith(". More by a token") == (error.reason == "CALLER_SHARE")
                 return count, error.reason
         raise AssertionError("no bound")
 

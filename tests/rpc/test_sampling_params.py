@@ -81,6 +81,9 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     include_stop_str_in_output=st.booleans(),
     logprobs=st.none() | INT32,
+    logprob_token_ids=tuples(UINT32),
+    prompt_logprob_token_ids=tuples(tuples(UINT32)),
+    prompt_logprob_start=UINT32,
     prompt_logprobs=st.none() | INT32,
     logprobs_mode=st.sampled_from(s.LogprobsMode),
     skip_special_tokens=st.booleans(),
@@ -195,6 +198,15 @@ def test_good_extremes_are_accepted() -> None:
         validate_sampling(params, VOCAB, CONTEXT)
 
 
+def test_listed_ids_need_logprobs() -> None:
+    params = SamplingParams(logprob_token_ids=(1,))
+    assert fields(lambda: validate_sampling(params, VOCAB, CONTEXT)) == ["sampling.logprob_token_ids"]
+    validate_sampling(dataclasses.replace(params, logprobs=0), VOCAB, CONTEXT)
+    params = SamplingParams(prompt_logprob_token_ids=((1,),), prompt_logprob_start=2)
+    assert fields(lambda: validate_sampling(params, VOCAB, CONTEXT)) == ["sampling.prompt_logprob_token_ids"]
+    validate_sampling(dataclasses.replace(params, prompt_logprobs=0), VOCAB, CONTEXT)
+
+
 def test_stop_strings_need_text() -> None:
     params = SamplingParams(stop=("x",), detokenize=False)
     assert fields(lambda: validate_sampling(params, VOCAB, CONTEXT)) == ["sampling.stop"]
@@ -210,6 +222,7 @@ SET: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1,
     "frequency_penalty": 0.1, "logit_bias": {1: 2.0}, "allowed_token_ids": (1,), "bad_words_ids": ((1,),),
     "min_tokens": 1, "stop_token_ids": (1,), "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1,
+    "logprob_token_ids": (1,), "prompt_logprob_token_ids": ((1,),), "prompt_logprob_start": 3,
     "logprobs_mode": LogprobsMode.RAW_LOGITS, "structured_output": StructuredOutput(json_object=True),
 }  # fmt: skip
 
@@ -241,12 +254,14 @@ def test_a_peer_that_names_nothing_does_what_preceded_the_list() -> None:
     older = pb.ModelInfo(name="older")
     assert TARGET_INFO.decode(target_pb2.GetTargetInfoResponse(model=older)).capabilities == BASELINE
     assert DRAFT_INFO.decode(draft_pb2.GetDraftInfoResponse(model=older)).capabilities == BASELINE
-    everything = {field: value for field, value in SET.items() if field != "structured_output"}
+    newer = ("structured_output", "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start")
+    everything = {field: value for field, value in SET.items() if field not in newer}
     assert lacking(BASELINE, SamplingParams(**everything), AcceptanceRule.COUPLED) == []
-    assert lacking(BASELINE, SamplingParams(structured_output=SET["structured_output"])) != []
+    assert all(lacking(BASELINE, SamplingParams(**{field: SET[field]})) for field in newer)
 
 
 # Typed signatures that repeat the table: what each leaves out, and why.
+SCORED = ("prompt_logprob_token_ids", "prompt_logprob_start")
 SIGNATURES: dict[str, tuple[set[str], dict[str, str]]] = {
     "LLM": (
         {field.name for field in dataclasses.fields(LLMSamplingParams)},
@@ -256,14 +271,17 @@ SIGNATURES: dict[str, tuple[set[str], dict[str, str]]] = {
             "structured_output": "vLLM calls it structured_outputs",
         },
     ),
-    "generate": ({*GenerateSettings.model_fields}, {}),
+    "generate": (
+        {*GenerateSettings.model_fields},
+        dict.fromkeys(SCORED, "a list for each token of a prompt is no flag"),
+    ),
     "chat": (
         {*ChatSettings.model_fields},
         dict.fromkeys(
             (
                 *("logprobs", "prompt_logprobs", "logprobs_mode", "skip_special_tokens", "detokenize"),
                 *("spaces_between_special_tokens", "include_stop_str_in_output", "structured_output"),
-                "truncate_prompt_tokens",
+                *("truncate_prompt_tokens", "logprob_token_ids", *SCORED),
             ),
             "an answer is shown as text, whole, and the conversation is cut by its turns",
         )
@@ -281,7 +299,8 @@ SIGNATURES: dict[str, tuple[set[str], dict[str, str]]] = {
             "bad_words_ids": "bad_words are its texts",
             "logprobs_mode": "OpenAI's are log probabilities",
             "detokenize": "OpenAI's answers are text",
-        },
+        }
+        | dict.fromkeys(SCORED, "vLLM's HTTP has them at paths of its own"),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,60 @@ def test_a_trace_file_holds_otlp_json_lines(tmp_path: Path) -> None:
     assert span["parentSpanId"] == root["spanId"] == span["links"][0]["spanId"]
     assert span["startTimeUnixNano"].isdigit() and span["kind"] == 1
     assert span["attributes"] == [{"key": "outrider.round.drafted", "value": {"intValue": "4"}}]
+
+
+def one_span(exporter: TraceFileExporter) -> int:
+    """Writes one; how many bytes that took."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    spans = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    provider.get_tracer("test").start_span("chat").end()
+    exporter.export(spans.get_finished_spans())
+    return len(telemetry.otlp_json(spans.get_finished_spans())) + 1
+
+
+def test_a_trace_file_is_its_users_alone(tmp_path: Path) -> None:
+    """One that was there stays as it was made, for a collector of another user."""
+    path, shared = tmp_path / "trace.jsonl", tmp_path / "shared.jsonl"
+    shared.touch()
+    shared.chmod(0o640)
+    modes = []
+    for file in (path, shared):
+        exporter = TraceFileExporter(file, max_bytes=1)
+        for _ in range(2):
+            one_span(exporter)
+        exporter.shutdown()
+        modes += [stat.S_IMODE(found.stat().st_mode) for found in (file, file.with_name(f"{file.name}.1"))]
+    assert modes == [0o600, 0o600, 0o640, 0o640]
+
+
+def test_a_full_trace_file_begins_anew_and_no_line_is_lost(tmp_path: Path) -> None:
+    """With two processes: one moves the file, and the other finds the new one."""
+    path, older = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.1"
+    both = [TraceFileExporter(path) for _ in range(2)]
+    size = one_span(both[0])
+    for each in both:
+        each._max_bytes = 3 * size
+    for number in range(7):
+        one_span(both[number % 2])
+        assert path.stat().st_size <= 3 * size
+    assert len(path.read_text().splitlines()) == 2 and len(older.read_text().splitlines()) == 3
+    path.unlink()  # as what turns logs over may
+    for each in both:
+        one_span(each)
+        each.shutdown()
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_what_is_no_file_of_its_own_is_not_moved(tmp_path: Path) -> None:
+    """As /dev/stdout, which may lead to a file of somebody else's."""
+    path = tmp_path / "link"
+    path.symlink_to(tmp_path / "file")
+    exporter = TraceFileExporter(path, max_bytes=1)
+    for _ in range(3):
+        one_span(exporter)
+    assert path.is_symlink() and len((tmp_path / "file").read_text().splitlines()) == 3
+    exporter.shutdown()
 
 
 async def test_spans_reach_a_collector_over_grpc() -> None:

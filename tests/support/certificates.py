@@ -35,6 +35,7 @@ class Authority:
         files = PemFiles(self._folder / f"{name}.crt", self._folder / f"{name}.key", ca)
         assert files.cert is not None and files.key is not None
         issued.private_key_pem.write_to_path(files.key)
+        files.key.chmod(0o600)
         files.cert.write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
         return files
 

@@ -211,7 +211,11 @@ class TargetSequence:
             finish, stop = self.finish(token)
             if not accepted:
                 break
-        logprobs = tuple((TokenLogprob(token, -0.5, 1),) for token in ids)
+        listed = self.request.sampling.logprob_token_ids
+        logprobs = tuple(
+            (TokenLogprob(token, -0.5, 1), *(TokenLogprob(own, -2.0, 2) for own in listed if own != token))
+            for token in ids
+        )
         self.over = finish is not None
         timings = StepTimings(10, 200, 30, len(window) + 1, 1, 50 * self.drafts * len(drafted))
         if self.request.sampling.structured_output:

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from support.fakes import ToyDraft, ToyTarget
 from support.models import save_tiny, train_byte_level
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from outrider.client import Client, Part, Retry, SyncClient
 from outrider.gateway.engine import EngineConfig, GenerationEngine
@@ -50,6 +50,19 @@ def toy_tokenizer() -> Tokenizer:
     with TemporaryDirectory() as name:
         save_toy_tokenizer(Path(name))
         return Tokenizer.load(name)
+
+
+PANICS = "a" * 24 + "!"
+"""Of the tokenizer below the library's regular expressions give up there, by a panic."""
+
+
+def panicking_tokenizer() -> Tokenizer:
+    """The toy's, whose pattern takes exponential time."""
+    backend = train_byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), backend.pre_tokenizer]
+    )
+    return Tokenizer(backend, "panics", {"eos_token": "<|endoftext|>"}, ChatTemplate(TEMPLATE))
 
 
 def save_toy_tokenizer(folder: Path) -> Path:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "k8s"
-RENDERED = KUBERNETES / "rendered"
+INSTALLED = KUBERNETES.parent / "build/k8s/bin"  # by tests/k8s/kubectl.sh
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 
 LEADER = "outrider-target-hosts-0.outrider-target-hosts.outrider"  # as a LeaderWorkerSet's controller says it
 
 Manifest = dict[str, Any]
+
+
+@functools.cache
+def rendered(name: str) -> str:
+    """What Kustomize makes of an overlay. The test fails where nothing renders: it has seen nothing then."""
+    kubectl = shutil.which("kubectl", path=os.pathsep.join((str(INSTALLED), os.environ["PATH"])))
+    if kubectl is None:
+        pytest.fail("no kubectl: tests/k8s/kubectl.sh gets one")
+    command = [kubectl, "kustomize", str(KUBERNETES / "overlays" / name)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        pytest.fail(f"{kubectl} (tests/k8s/kubectl.sh gets one that renders): {run.stderr}")
+    return run.stdout
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
@@ -76,12 +94,11 @@ class Workload:
 
 
 class Overlay:
-    """An overlay's manifests, as they are committed."""
+    """An overlay's manifests."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        text = (RENDERED / f"{name}.yaml").read_text(encoding="utf-8")
-        self.manifests: list[Manifest] = list(yaml.safe_load_all(text))
+        self.manifests: list[Manifest] = list(yaml.load_all(rendered(name), yaml.CSafeLoader))
 
     def of(self, kind: str) -> list[Manifest]:
         """All of a kind."""

@@ -384,6 +384,7 @@ async def test_which_requests_are_drafted_for() -> None:
     assert (first.one_hot, second.one_hot, third.sampling.greedy) == (False, True, True)
     assert first.sampling.bad_words_ids == ((1, 2),) and first.sampling.stop_token_ids == (3, 9)
     assert len({first.seed, second.seed, third.seed}) == 3  # two that shared noise would draw alike
+    assert not (first.fresh_seed or second.fresh_seed or third.fresh_seed)  # vLLM's comes again when it starts again
 
 
 def test_a_requests_salt_parts_what_its_deployments_shares() -> None:

@@ -204,6 +204,14 @@ def test_logprobs_and_prompt_logprobs(models: tuple[Any, LoadedModel]) -> None:
     for index, row in enumerate(rows):
         assert row[0].id == reference[index] and row[0].rank == 1 and len(row) == 3
         assert abs(row[0].logprob - float(expected[len(prompt) + index - 1, reference[index]])) < 1e-3
+    listed = opened(2, prompt, max_tokens=12, logprobs=0, logprob_token_ids=(9, 4))
+    harness.decode_plain(2, listed)
+    rows = [row for commit in harness.commits(2) for row in commit.logprobs]
+    for index, row in enumerate(rows):
+        own = expected[len(prompt) + index - 1]
+        assert [entry.id for entry in row] == [reference[index], *(i for i in (9, 4) if i != reference[index])]
+        assert all(abs(entry.logprob - float(own[entry.id])) < 1e-3 for entry in row)
+        assert all(entry.rank == 1 + int((own > own[entry.id]).sum()) for entry in row)
     (prompts,) = harness.prompt_logprobs(1)
     assert len(prompts.logprobs) == len(prompt) and prompts.logprobs[0] == ()
     for position in range(1, len(prompt)):
@@ -216,9 +224,9 @@ def test_a_prompts_rows_are_ranked_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1))
-    whole = outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs")
+    whole = outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs", [()] * 11)
     monkeypatch.setattr(outputs, "RANKED_ON_HOST", 4 * VOCAB)
-    assert outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs") == whole and len(whole) == 11
+    assert outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs", [()] * 11) == whole and len(whole) == 11
 
 
 def test_fork_shares_the_prompt_and_outlives_its_parent(models: tuple[Any, LoadedModel]) -> None:

@@ -42,6 +42,7 @@ from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.target_service.vllm.assembly import ONE_PROCESS
 
+AWAY_WAIT_S = 30.0  # plain decoding of the references holds the loop up, in which a connection may end
 NAMES = ("sql", "law", "mixed")
 COUNT, LONG = 40, 300  # a slow reader is granted less than the latter
 NUM_BLOCKS, MAX_MODEL_LEN = 120, 400
@@ -129,7 +130,7 @@ async def targets(started: Started) -> AsyncIterator[RemoteTargets]:
 @pytest.fixture
 def plain(started: Started, targets: RemoteTargets) -> GenerationEngine:
     """No drafts."""
-    return GenerationEngine(started.tokenizer, targets)
+    return GenerationEngine(started.tokenizer, targets, None, EngineConfig(away_wait_s=AWAY_WAIT_S))
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ async def test_greedy_output_is_plain_decodings(started: Started, targets: Remot
     base or by an adapter of the draft's own, and whoever has to wait for a turn."""
     names = ("", *NAMES, "", *NAMES)
     assert len({tuple(started.greedy(name)) for name in names}) == 4
-    config = EngineConfig(num_draft_tokens=K, draft_patience_ms=60_000)
+    config = EngineConfig(num_draft_tokens=K, draft_patience_ms=60_000, away_wait_s=AWAY_WAIT_S)
     async with RemoteDrafts([started.draft.address]) as drafts:
         await drafts.wait_usable()
         engine = GenerationEngine(started.tokenizer, targets, None if mode == "plain" else drafts, config)
@@ -360,7 +361,7 @@ async def test_where_vllm_dies_streams_go_on_at_our_engine(started: Started) -> 
         async with RemoteTargets([started.target.address, *(service.address for service in own)]) as targets:
             await until(lambda: all(replica.usable for replica in targets.replicas))
             on_vllm, on_ours, elsewhere = targets.replicas
-            engine = GenerationEngine(started.tokenizer, targets)
+            engine = GenerationEngine(started.tokenizer, targets, None, EngineConfig(away_wait_s=AWAY_WAIT_S))
             streams = [Slow(engine, asking("sql", 0.0, LONG)) for _ in range(4)]
             for stream in streams:
                 await stream.begun()

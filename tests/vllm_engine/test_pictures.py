@@ -332,5 +332,5 @@ def test_scripts_of_vllms_documentation_run(started: Started, tmp_path: Path, mo
         said = llm.chat(asked, params, use_tqdm=False)
         assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids == said[2].outputs[0].token_ids
         assert said[0].prompt == "USER: <image>What?\nASSISTANT:"
-        with pytest.raises(ValueError, match=r"open.media: vLLM's processor refuses .* image"):
+        with pytest.raises(ValueError, match=r"multi_modal_data: vLLM's processor refuses .* image"):
             llm.generate({"prompt": "<image>" * 3, "multi_modal_data": {"image": images}}, params, use_tqdm=False)

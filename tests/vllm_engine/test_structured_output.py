@@ -184,9 +184,10 @@ async def test_drawn_json_is_valid_with_drafts_that_are_one_hot(started: Started
         ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
         ({"choice": ["yes", "no", "maybe"]}, "yes|no|maybe"),
         ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, "<[a-z]{2,5}>"),
+        ({"grammar": 'root ::= "<" [a-z]{2,5} ">"'}, "<[a-z]{2,5}>"),
         ({"structural_tag": TAG}, "<n>(true|false)</n>"),
     ],
-    ids=["regex", "choice", "grammar", "structural_tag"],
+    ids=["regex", "choice", "grammar", "ebnf", "structural_tag"],
 )
 async def test_every_kind_of_constraint_holds(stub: Any, constraint: dict[str, Any], pattern: str) -> None:
     for k, temperature in ((0, 0.0), (4, 0.0), (4, 1.0)):

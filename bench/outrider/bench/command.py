@@ -43,7 +43,8 @@ class PairSettings(ServiceSettings):
     def checkpoints(self) -> tuple[Folders, str]:
         """The checkpoints' folders, and what to call the pair."""
         if self.target is not None and self.draft is not None:
-            return Folders(locate(self.target), locate(self.draft)), f"{self.target.name} with {self.draft.name}"
+            folders = Folders(locate(self.target), locate(self.draft, drafts_by="draft_model"))
+            return folders, f"{self.target.name} with {self.draft.name}"
         pair = pair_path(self.pair)
         return Folders(pair.target, pair.draft), f"the embedded pair {self.pair}"
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.predicted import SEED, edited
 from outrider.bench.prompts import PROMPTS
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams
@@ -29,6 +28,8 @@ CHANGES: Mapping[str, Callable[[str], str]] = {
     "a space at the end": lambda prompt: prompt + " ",
 }
 NUM_RANDOM, RANDOM_TOKENS = 8, 48
+EDITS = 20  # one in so many tokens
+SEED = 17
 Line = dict[str, Any]
 
 
@@ -48,6 +49,21 @@ def predictions(answers: Sequence[Sequence[int]], vocab_size: int) -> Iterator[L
     for number, (prompt, ids) in enumerate(zip(PROMPTS, answers, strict=True)):
         guess, _ = edited(ids, vocab_size, random.Random(f"{SEED} {number}"))
         yield {"prompt": prompt, "prediction": guess, "max_tokens": len(ids)}
+
+
+def edited(ids: Sequence[int], vocab_size: int, rng: random.Random) -> tuple[list[int], set[int]]:
+    """A guess at a text, and which places of the text it lacks: those replaced or left out."""
+    guess: list[int] = []
+    lacking = set()
+    for place, token_id in enumerate(ids):
+        edit = rng.choice(("replaced", "joined", "left out")) if rng.randrange(EDITS) == 0 else ""
+        if edit in ("replaced", "joined"):
+            guess.append(rng.randrange(vocab_size))
+        if edit in ("replaced", "left out"):
+            lacking.add(place)
+        else:
+            guess.append(token_id)
+    return guess, lacking
 
 
 def random_tokens(vocab_size: int) -> Iterator[Line]:

@@ -105,6 +105,7 @@ def build_sequence(
             model = replace(model, tree=with_model.tree)
         model.sampler.draft_masks = grammar
     context = SequenceContext(len(prompt_ids), request.salt, request.prediction)
+    context = context if request.may_recall else context.alone()
     return DraftSequence(
         key=key,
         prompt_len=len(prompt_ids),

@@ -34,7 +34,7 @@ from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_p
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
-from outrider.rpc.sampling_params import CAPABILITIES
+from outrider.rpc.sampling_params import CAPABILITIES, FRESH_SEED
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.structured import CONSTRAINTS
@@ -101,7 +101,7 @@ def new_reloads(
         )  # it keeps the maps that there are
         return model_builder(found, folder, runner_options(settings).beside_another())
 
-    return Reloads(engine, thread, settings.model, info, load)
+    return Reloads(engine, thread, settings.model, info, load, settings.allow_hub_reload)
 
 
 def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics | None:
@@ -118,7 +118,8 @@ def located(settings: DraftSettings) -> DraftSettings:
     if settings.model is None:
         return settings
     targets = [locate(folder, weights=False) for folder in settings.target_tokenizer]
-    return settings.model_copy(update={"model": locate(settings.model), "target_tokenizer": targets})
+    model = locate(settings.model, drafts_by=settings.method)
+    return settings.model_copy(update={"model": model, "target_tokenizer": targets})
 
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
@@ -142,7 +143,8 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
         describe(methods),
         version=metadata.version("outrider"),
         default_methods=in_turn,
-        capabilities=(*CAPABILITIES, *CONSTRAINTS),  # those that draft without regard to constraints are refused more
+        # Those that draft without regard to constraints are refused more.
+        capabilities=(*CAPABILITIES, *CONSTRAINTS, FRESH_SEED),
     )
 
 
@@ -156,6 +158,7 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
         quantization=settings.quantization,
         device=settings.device,
         max_model_len=settings.max_model_len,
+        lone_file=True,
     )
     vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
     adapters = {name: load_adapter(path, loaded.model, loaded.digest) for name, path in settings.adapters.items()}

@@ -21,7 +21,7 @@ from outrider.engine.loader import DTYPES
 from outrider.engine.memory import free_bytes
 from outrider.rpc.engine_service import DeviceThread
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, ResourceExhausted, Violation
-from outrider.rpc.hub import locate
+from outrider.rpc.hub import is_hub_id, locate
 from outrider.rpc.messages import ModelInfo, Reloaded
 from outrider.rpc.vocabulary import read_vocabulary
 
@@ -39,6 +39,7 @@ class Reloads:
     folder: Path  # of the present model
     info: ModelInfo  # what is said of it
     load: Callable[[Path], Build]
+    allow_hub: bool = False  # whether callers may have a model downloaded
     listeners: Sequence[Callable[[ModelInfo], None]] = ()  # are told which one drafts
     _task: asyncio.Task[Reloaded] | None = None
 
@@ -79,7 +80,8 @@ class Reloads:
     def _loaded(self, model: Path) -> tuple[Path, Build]:
         """The folder, and its weights."""
         try:
-            folder = locate(model)
+            may_load = self.allow_hub or not is_hub_id(model)
+            folder = locate(model, drafts_by="draft_model") if may_load else model
             self._check_vocabulary(folder)
             require_memory(folder, self.engine.model)
             return folder, self.load(folder)
@@ -93,7 +95,8 @@ class Reloads:
     def _check_vocabulary(self, folder: Path) -> None:
         """Gateways have judged the present model's tokenizer, and open sequences hold its ids."""
         if not folder.is_dir():
-            raise FileNotFoundError("there is no such folder")
+            hub = "; ids of the hub are for a draft with --allow-hub-reload" if is_hub_id(folder) else ""
+            raise FileNotFoundError(f"there is no such folder{hub}")
         found = read_vocabulary(folder)
         fingerprint = "" if found is None else found.fingerprint
         vocab_size = checkpoint.read_config(folder).get("vocab_size")
@@ -123,7 +126,7 @@ def require_memory(folder: Path, present: ModelMethod) -> None:
     runner = present.proposer.runner
     model, cache = runner.model, runner.cache
     stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", torch.float32)
-    weights = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
+    weights = sum(file.stat().st_size for file in checkpoint.weight_files(folder, lone=True))
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) if model.device.type == "cpu" else 0
     needed, free = weights * model.dtype.itemsize // stored.itemsize + held, free_bytes(model.device)
     if needed > free:

@@ -50,6 +50,9 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     allow_reload: bool = Field(
         False, description="other weights may be put in the model's place while it serves: outrider reload"
     )
+    allow_hub_reload: bool = Field(
+        False, description="with allow-reload: these may be the hub's, which are downloaded, and not a folder's alone"
+    )
 
     @property
     def tree(self) -> TokenTree | None:
@@ -78,6 +81,10 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
             raise ValueError("draft_adapter (--draft-adapter) is for a draft with a model; give --model DIR, too")
         if self.allow_reload and self.model is None:
             raise ValueError("allow_reload (--allow-reload) is for a draft with a model; give --model DIR, too")
+        if self.allow_hub_reload and not self.allow_reload:
+            raise ValueError("allow_hub_reload (--allow-hub-reload) is for reloads; give --allow-reload, too")
+        if self.allow_reload:
+            self.require_known_callers("allow_reload")
         if self.speculative_token_tree is not None and self.methods != ("draft_model",):
             raise ValueError("speculative_token_tree is drafted by --method draft_model alone; leave it out")
         if self.quantization is not None and self.model is None:

@@ -28,7 +28,7 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.lexicon import Lexicon, lexicon_of
 from outrider.rpc.messages import MAX_NAME_CHARS, DraftVocabulary
-from outrider.rpc.vocabulary import TokenizerFile, complete_backend, has_tokenizer, load_backend
+from outrider.rpc.vocabulary import TokenizerFile, complete_backend, has_tokenizer, is_panic, load_backend, panics_told
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,10 @@ class LoadedTokenizer:
 def _encode(backend: Backend, text: str, add_special_tokens: bool = False) -> Encoding | None:
     try:
         return backend.encode(text, add_special_tokens=add_special_tokens)
-    except Exception:  # the library's own, bare: there is no token for a character, and none for what is unknown
-        return None
+    except BaseException as error:  # the library's own, bare: no token for a character, and none for what is unknown
+        if isinstance(error, Exception) or is_panic(error):
+            return None
+        raise
 
 
 def join(target: LoadedTokenizer, draft: LoadedTokenizer, level: Level = "auto") -> JoinedVocabulary:
@@ -192,7 +194,8 @@ class Vocabularies:
 
     def _join(self, file: TokenizerFile) -> JoinedVocabulary:
         try:
-            return join(LoadedTokenizer.of(file), LoadedTokenizer.read(self._folder), self._level)
+            with panics_told():
+                return join(LoadedTokenizer.of(file), LoadedTokenizer.read(self._folder), self._level)
         except ValueError as error:
             raise FailedPrecondition(f"the draft's tokenizer and the target's: {error}", reason="NOT_A_PAIR") from error
 

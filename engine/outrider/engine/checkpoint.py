@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,11 @@ from torch import Tensor
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.sampler import OFF
 
-INDEX_NAME = "model.safetensors.index.json"
+log = logging.getLogger(__name__)
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+WEIGHTS_NAME, INDEX_NAME = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
+ADAPTER_CONFIG = "adapter_config.json"  # of an adapter that was saved beside its model
 SAMPLING_KEYS = (*OFF, "repetition_penalty")
 MAX_JSON_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
@@ -53,32 +58,85 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files in order of name. Raises UnsupportedModel where there are none, or an index names one that
-    is absent."""
-    index = read_json(folder / INDEX_NAME).get("weight_map")
-    if index is not None and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
-        raise WrongCheckpoint(f"{folder / INDEX_NAME}: weight_map is no object of file names")
-    names = sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names and any(folder.glob("*.bin")):
+def weights_entry(folder: Path, lone: bool = False) -> str:
+    """The name of the file that transformers would take a model's weights from, or of the index of such files: what
+    config.json's transformers_weights names, else model.safetensors, else its index. `lone` is for drafts and heads,
+    whose folders may hold one file of any name. Raises UnsupportedModel (WrongCheckpoint) where there is none."""
+    named = read_json(folder / "config.json").get("transformers_weights")
+    if named is not None:
+        if not (isinstance(named, str) and named.endswith((SUFFIX, INDEX_SUFFIX)) and _is_beside(folder, named)):
+            allowed = f"a file beside it that ends in {SUFFIX} or {INDEX_SUFFIX}"
+            raise WrongCheckpoint(
+                f"{folder / 'config.json'}: transformers_weights: is {named!r:.100}; allowed: {allowed}"
+            )
+        return named
+    found = next((name for name in (WEIGHTS_NAME, INDEX_NAME) if (folder / name).is_file()), None)
+    if found is not None:
+        return found
+    others = _names(folder, f"*{SUFFIX}")
+    if lone and len(others) == 1:
+        return others[0]
+    if _names(folder, "*.bin") and (not others or _names(folder, "pytorch_model*.bin")):
         raise UnsupportedModel(
-            f"{folder} holds only .bin weights, which are pickles: run `outrider convert {folder}` first"
+            f"{folder} holds its weights as .bin, which are pickles: run `outrider convert {folder} NEW` first"
         )
-    if not names:
-        raise UnsupportedModel(f"{folder} holds no .safetensors weights")
-    absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if absent:
-        raise WrongCheckpoint(f"{folder / INDEX_NAME} names files that are not beside it: {', '.join(absent)}")
+    if not others:
+        raise UnsupportedModel(f"{folder} holds no {SUFFIX} weights")
+    raise UnsupportedModel(
+        f"{folder} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; {few(others)} may be of something else: give shards "
+        f"the index that was saved with them, and a file that is the whole model the name {WEIGHTS_NAME}"
+    )
+
+
+def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
+    """The safetensors files of `weights_entry`, in order of name. Raises what it raises, and WrongCheckpoint where an
+    index names one that is absent."""
+    entry = weights_entry(folder, lone)
+    if not entry.endswith(INDEX_SUFFIX):
+        return (folder / entry,)
+    index = read_json(folder / entry).get("weight_map")
+    if not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
+        raise WrongCheckpoint(f"{folder / entry}: weight_map is no object of file names")
+    names = sorted(set(index.values()))
+    if absent := [name for name in names if not _is_beside(folder, name)]:
+        raise WrongCheckpoint(f"{folder / entry} names files that are not beside it: {few(absent)}")
     return tuple(folder / name for name in names)
 
 
-def read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
-    """All tensors, mapped from the files. Raises WrongCheckpoint."""
+def left_aside(folder: Path, lone: bool = False) -> list[str]:
+    """What lies beside the weights and could be taken for weights or for what changes them."""
+    used = {weights_entry(folder, lone), *(path.name for path in weight_files(folder, lone))}
+    return [name for name in _names(folder, f"*{SUFFIX}", f"*{INDEX_SUFFIX}", ADAPTER_CONFIG) if name not in used]
+
+
+def tell_left_aside(folder: Path, lone: bool = False) -> None:
+    """One line of the log, where there is anything."""
+    if names := left_aside(folder, lone):
+        log.warning("%s: weights are read from %s alone, not from %s", folder, weights_entry(folder, lone), few(names))
+
+
+def _is_beside(folder: Path, name: str) -> bool:
+    return Path(name).name == name and (folder / name).is_file()
+
+
+def _names(folder: Path, *patterns: str) -> list[str]:
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+    """All tensors, or those whose names end so, mapped from the files. Raises WrongCheckpoint."""
     state: dict[str, Tensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if not name.endswith(ending):
+                        continue
                     if name in state:
                         raise WrongCheckpoint(f"{path} holds {name} a second time")
                     state[name] = opened.get_tensor(name)
@@ -123,6 +181,35 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
         if type(value) not in (int, float):
             raise WrongCheckpoint(f"generation_config.json: {key} is {value!r:.100}; allowed: a number")
     return found
+
+
+# What transformers obeys beside SAMPLING_KEYS, the values that ask for nothing, and a request's own word for it.
+OTHER_RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "suppress_tokens": ((None, []), "bad_words or logit_bias"),
+    "begin_suppress_tokens": ((None, []), ""),
+    "bad_words_ids": ((None, []), "bad_words"),
+    "sequence_bias": ((None, [], {}), "logit_bias"),
+    "min_new_tokens": ((None, 0), "min_tokens"),
+    "min_length": ((None, 0), "min_tokens"),
+    "forced_bos_token_id": ((None,), ""),
+    "forced_eos_token_id": ((None,), ""),
+    "no_repeat_ngram_size": ((None, 0), ""),
+    "typical_p": ((None, 1), ""),
+    "epsilon_cutoff": ((None, 0), ""),
+    "eta_cutoff": ((None, 0), ""),
+    "guidance_scale": ((None, 1), ""),
+    "exponential_decay_length_penalty": ((None,), ""),
+    "num_beams": ((None, 1), ""),
+    "stop_strings": ((None, [], ""), "stop"),
+}
+
+
+def unheeded_rules(generation: Mapping[str, Any]) -> str:
+    """What a generation_config.json asks for that is not done unless a request says so itself; empty: nothing."""
+    found = [name for name, (neutral, _) in OTHER_RULES.items() if generation.get(name) not in neutral]
+    own = [f"{name}: {OTHER_RULES[name][1]}" for name in found if OTHER_RULES[name][1]]
+    instead = f"; a request asks for it by its own fields ({', '.join(own)})" if own else ""
+    return f"generation_config.json: {', '.join(found)} has no effect{instead}" if found else ""
 
 
 CACHE_NAME = ".outrider-digest"

@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from outrider.engine.ebnf import is_ebnf, lark_of_ebnf
+
 MAX_BYTES = 256 * 1024  # of a constraint's text, all choices together
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
@@ -168,6 +170,16 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def lark_of_grammar(text: str) -> str:
+    """A grammar in Lark's form, whichever it is in. Raises GrammarError."""
+    try:
+        return lark_of_ebnf(text) if is_ebnf(text) else text
+    except RecursionError as error:
+        raise GrammarError("is nested too deeply") from error
+    except ValueError as error:
+        raise GrammarError(f"is no EBNF: {first_line(str(error))}") from error
+
+
 def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
     from outrider.engine.structural_tag import lark_of
 
@@ -178,7 +190,7 @@ _SOURCES: Mapping[str, Any] = {
     "json_schema": lambda spec, _: _json_schema(spec.text),
     "json_object": lambda spec, _: _json_schema('{"type": "object"}'),
     "regex": lambda spec, _: LLMatcher.grammar_from_regex(spec.text),
-    "grammar": lambda spec, _: LLMatcher.grammar_from_lark(spec.text),
+    "grammar": lambda spec, _: LLMatcher.grammar_from_lark(lark_of_grammar(spec.text)),
     "choice": lambda spec, _: _choice(spec.choices),
     "structural_tag": lambda spec, special_ids: _structural_tag(spec.text, special_ids),
 }

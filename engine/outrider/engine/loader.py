@@ -18,6 +18,7 @@ from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedMode
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
+from outrider.engine.models.weights import with_its_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -81,10 +82,12 @@ def load_model(
     batch_invariant: bool = False,
     trust_remote_code: bool = False,
     expand: Expansion | None = None,
+    lone_file: bool = False,
 ) -> LoadedModel:
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
-    Weights are rounded to int8 for our own decoder in float32 on a CPU, by nearly the same function: for a draft.
+    Weights are rounded to int8 for our own decoder in float32 on a CPU, by nearly the same function: for a draft, whose
+    folder may also hold its weights as one file of any name (`lone_file`).
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
@@ -93,12 +96,14 @@ def load_model(
     config = checkpoint.read_config(folder)
     weights_dtype = compute_dtype(dtype, device, config)
     generation = checkpoint.read_json(folder / "generation_config.json")
-    files = checkpoint.weight_files(folder)
+    files = checkpoint.weight_files(folder, lone_file)
+    checkpoint.tell_left_aside(folder, lone_file)
     model_type = str(config.get("model_type"))
     model: CausalLM
     with checkpoint_digest(folder, files) as weights_digest:
         if expand is not None:
-            config, state = expand(config, checkpoint.read_tensors(files))
+            _, state = with_its_head(parse_config(config, max_model_len), checkpoint.read_tensors(files))
+            config, state = expand(config, state)
             expanded = parse_config(config, max_model_len)
             model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization)
         elif (parsed := parsed_config(config, max_model_len, batch_invariant, quantization)) is not None:
@@ -115,6 +120,7 @@ def load_model(
                 device=device,
                 max_model_len=max_model_len,
                 trust_remote_code=trust_remote_code,
+                weights=checkpoint.weights_entry(folder, lone_file),
             )
         digest = model_digest(config, weights_digest())
     return LoadedModel(

@@ -70,6 +70,18 @@ def top_logprobs(
     return rows
 
 
+def with_listed(row: RowLogprobs, values: Tensor, ids: Sequence[int], ranked: bool = True) -> RowLogprobs:
+    """The same, and behind it these ids, each once, in their order; `values` are the row's, [vocab]. Ranks take a sort
+    of the row, whatever their number: without they are 0."""
+    listed = [token for token in dict.fromkeys(ids) if token not in row.ids]
+    if not ranked:
+        return RowLogprobs(row.ids + listed, row.values + values[listed].tolist(), row.ranks + [0] * len(listed))
+    every = values.cpu().numpy()
+    own = every[listed]  # [listed]
+    num_above = len(every) - np.searchsorted(np.sort(every), own, side="right")  # [listed]
+    return RowLogprobs(row.ids + listed, row.values + own.tolist(), row.ranks + (num_above + 1).tolist())
+
+
 def _row(
     chosen: int,
     value: float,

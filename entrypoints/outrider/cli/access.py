@@ -10,6 +10,7 @@ from pydantic import Field
 
 from outrider.gateway.peers.addresses import Addresses
 from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.security import ClientTls
 from outrider.rpc.settings import PeerSettings
 
@@ -32,7 +33,10 @@ class AccessSettings(PeerSettings):
     @property
     def token(self) -> str:
         """What the file holds; empty without one. OSError for a file that cannot be read."""
-        return "" if self.token_file is None else self.token_file.read_text(encoding="utf-8").strip()
+        if self.token_file is None:
+            return ""
+        warn_if_open(self.token_file, "the token")
+        return self.token_file.read_text(encoding="utf-8").strip()
 
     def access(self) -> dict[str, Any]:
         """The same as arguments of a client. OSError or OutriderError for files that cannot be used."""

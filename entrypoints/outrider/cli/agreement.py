@@ -61,7 +61,8 @@ def compare_models(
     Raises ValueError where one cannot be loaded or does not know the ids."""
     if threads is not None:
         torch.set_num_threads(threads)
-    models, mapping = (_load(target), _load(draft, quantization)), None if joined is None else joined.mapping
+    models = _load(target), _load(draft, quantization, lone_file=True)
+    mapping = None if joined is None else joined.mapping
     own_ids = ids if mapping is None else mapping.spell_all(ids)
     for folder, loaded, read in zip((target, draft), models, (ids, own_ids), strict=True):
         if max(read) >= loaded.vocab_size:
@@ -78,9 +79,9 @@ def compare_models(
     return result
 
 
-def _load(folder: Path, quantization: Quantization | None = None) -> LoadedModel:
+def _load(folder: Path, quantization: Quantization | None = None, lone_file: bool = False) -> LoadedModel:
     try:
-        return load_model(folder, quantization=quantization)
+        return load_model(folder, quantization=quantization, lone_file=lone_file)
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
 

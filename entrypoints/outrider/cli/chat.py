@@ -29,6 +29,7 @@ from outrider.cli.terminal import (
 )
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.pairs import TRAINED_ON, pair_path
 from outrider.rpc.errors import InvalidArgument, OutriderError
 from outrider.rpc.sampling_params import TokenOrigin
 
@@ -345,7 +346,15 @@ def _answer(conversation: Conversation, view: View, text: str) -> bool:
 def greeting(info: GatewayInfo) -> str:
     """Who answers."""
     draft = "without a draft" if info.draft is None else f"drafted by {info.draft.name}, k={info.num_draft_tokens}"
-    return f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
+    who = f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
+    return "\n".join([who, *_schooling(info)])
+
+
+def _schooling(info: GatewayInfo) -> Iterator[str]:
+    """Of an embedded pair, which its tokenizer tells whatever it is served as: what to expect."""
+    for name, texts in TRAINED_ON.items():
+        if Tokenizer.load(pair_path(name).target).fingerprint == info.target.tokenizer_fingerprint:
+            yield f"this is the embedded pair {name}, trained on {texts} alone: it writes on, and knows no answers"
 
 
 if __name__ == "__main__":

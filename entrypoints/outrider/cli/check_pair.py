@@ -58,12 +58,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
     settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
     try:
+        if settings.text is not None:
+            read_text(settings.text, "--text")  # said before anything is printed, or loaded
         weights = settings.text is not None or settings.head is not None
         target = locate(settings.target, weights=weights)
         if settings.head is not None:
             _compare_head(settings, target, locate(settings.head))
         elif settings.draft is not None:
-            _compare_draft(settings, target, locate(settings.draft, weights=weights))
+            _compare_draft(settings, target, locate(settings.draft, weights=weights, drafts_by="draft_model"))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0

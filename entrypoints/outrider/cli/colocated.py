@@ -54,7 +54,7 @@ class ColocatedSettings(ServerSettings):
         False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
     )
     max_active: int = Field(64, ge=1, description="sequences that run at once")
-    max_waiting: int = Field(256, ge=0, description="sequences that may wait; more are refused")
+    max_waiting: int = Field(960, ge=0, description="sequences that may wait; more are refused")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") ->
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
     from outrider.engine.models.base import UnsupportedModel
 
-    stop_tracing = setup_tracing("outrider-colocated", settings.trace_file)
+    stop_tracing = setup_tracing("outrider-colocated", settings.trace_file, settings.trace_file_mb << 20)
     try:
         asyncio.run(_serve(settings))
     except (UnsupportedModel, OutriderError, FileNotFoundError, ValueError) as error:
@@ -79,7 +79,8 @@ async def _serve(settings: ColocatedSettings) -> None:
     from outrider.engine.worker import set_switch_interval
 
     set_switch_interval()
-    settings = settings.model_copy(update={name: locate(getattr(settings, name)) for name in ("target", "draft")})
+    folders = {"target": locate(settings.target), "draft": locate(settings.draft, drafts_by="draft_model")}
+    settings = settings.model_copy(update=folders)
     target, draft = await _load(settings)
     try:
         tokenizer = Tokenizer.load(settings.target)
@@ -121,7 +122,7 @@ async def _load(settings: ColocatedSettings) -> tuple[LocalTarget, LocalDraft]:
     targets = [settings.target] if has_tokenizer(settings.target, settings.draft) else []
     of_draft = DraftSettings.model_validate({**common, "model": settings.draft, "target_tokenizer": targets})
     large = await asyncio.to_thread(load, of_target)
-    small = await asyncio.to_thread(load_model, settings.draft, device=settings.device)
+    small = await asyncio.to_thread(load_model, settings.draft, device=settings.device, lone_file=True)
     loop = asyncio.get_running_loop()
     target = LocalTarget(of_target, large, loop)
     try:

@@ -19,9 +19,9 @@ DESCRIPTION = (
     "Copy the checkpoint SOURCE to the new folder DESTINATION with its .bin weights as safetensors. A .bin file is a "
     "pickle: it is read with weights only, in a process of its own."
 )
-PICKLE_INDEX = "pytorch_model.bin.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
-# What belongs to a checkpoint beside its weights; an index of .bin files does not.
+# What belongs to a checkpoint beside its weights; an index of other files, or an adapter's configuration, does not.
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
 
 
@@ -58,7 +58,7 @@ def convert(source: Path, destination: Path) -> list[str]:
     try:
         for pattern in COPIED:
             for path in sorted(source.glob(pattern)):
-                if path.name != PICKLE_INDEX:
+                if not path.name.endswith(".index.json") and path.name != "adapter_config.json":
                     shutil.copyfile(path, partial / path.name)
         names = _convert_weights(files, partial)
         partial.rename(destination)
@@ -69,18 +69,35 @@ def convert(source: Path, destination: Path) -> list[str]:
 
 
 def pickles(source: Path) -> list[Path]:
-    """The .bin weights: those of the index, else the one file."""
+    """The .bin weights, as transformers would choose them: the one file, else those of the index. ValueError where it
+    would read safetensors."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} is no checkpoint: it holds no config.json")
+    if any(source.glob("*.safetensors")):
+        _refuse_loadable(source)
     index = source / PICKLE_INDEX
-    if index.is_file():
+    if index.is_file() and not (source / PICKLE).is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
-        names = ["pytorch_model.bin"]
+        names = [PICKLE]
     absent = [name for name in names if Path(name).name != name or not (source / name).is_file()]
     if absent:
         raise ValueError(f"{source} lacks {', '.join(absent)}")
     return [source / name for name in names]
+
+
+def _refuse_loadable(source: Path) -> None:
+    """By the loader's own rule: ValueError where it finds weights, or a name of weights that are not there."""
+    from outrider.engine import checkpoint  # torch comes with it: only where needed
+    from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+
+    try:
+        entry = checkpoint.weights_entry(source)
+    except WrongCheckpoint:
+        raise
+    except UnsupportedModel:  # no safetensors that would be loaded
+        return
+    raise ValueError(f"{source} holds {entry}, from which it is loaded: nothing to convert")
 
 
 def _convert_weights(files: Sequence[Path], folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import ClassVar
+from uuid import uuid4
 
 from pydantic import Field, field_validator
 
@@ -254,7 +255,8 @@ def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: T
 
 
 def _compare(settings: DemoSettings, painter: Painter, address: str) -> None:
-    """The same prompt in turns with and without speculation; one of each before counts for nothing."""
+    """The same prompt in turns with and without speculation; one of each before counts for nothing. Whatever drafts
+    from earlier answers has this very one after the first turn, so none may see another's."""
     drafted, plain = [], []
     with steps(painter, "comparing", total=settings.repeats + 1) as advance:
         for speculate in (True, False):
@@ -266,12 +268,14 @@ def _compare(settings: DemoSettings, painter: Painter, address: str) -> None:
             speeds = f"{drafted[-1].tokens_per_s:.1f} tokens/s with speculation, {plain[-1].tokens_per_s:.1f} without"
             advance(f"turn {turn} of {settings.repeats}: {speeds}")
     compared = Comparison(tuple(drafted), tuple(plain), greedy=settings.temperature == 0)
-    painter.title(f"With and without speculation, {settings.compare_tokens} tokens on the large target")
+    painter.title(
+        f"With and without speculation, {settings.compare_tokens} tokens on the large target; no turn remembers another"
+    )
     painter.lines(comparison(compared))
 
 
 def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens: int) -> CollectedCompletion:
-    """A whole completion of the same length whatever the model says."""
+    """A whole completion of the same length whatever the model says, with caches and memories of its own."""
     answer = CollectedCompletion(0)
     for part in generate(
         address,
@@ -282,6 +286,7 @@ def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens:
         ignore_eos=True,
         speculate=speculate,
         num_draft_tokens=settings.num_draft_tokens,
+        salt=uuid4().hex,
     ):
         answer.add(part)
     return answer

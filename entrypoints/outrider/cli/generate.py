@@ -117,6 +117,9 @@ class GenerateSettings(RequestSettings):
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="leave the stop text in the output")
     logprobs: int | None = Field(None, description="log probabilities of this many tokens a position (with --json)")
+    logprob_token_ids: tuple[UInt32, ...] | None = Field(
+        None, description="those of these ids in place of the most probable ones, as in 1,2,3 (with --logprobs)"
+    )
     prompt_logprobs: int | None = Field(None, description="the same for the prompt (with --json)")
     logprobs_mode: LogprobsMode | None = Field(None, description="what they are of")
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text")
@@ -130,7 +133,9 @@ class GenerateSettings(RequestSettings):
         constraint = self.structured_output
         return super().given() | ({} if constraint is None else {"structured_output": StructuredOutput(**constraint)})
 
-    _ids = field_validator("token_ids", "allowed_token_ids", "stop_token_ids", mode="before")(split_ids)
+    _ids = field_validator("token_ids", "allowed_token_ids", "stop_token_ids", "logprob_token_ids", mode="before")(
+        split_ids
+    )
     _id_lists = field_validator("bad_words_ids", mode="before")(split_each)
     _json = field_validator("logit_bias", "structured_output", mode="before")(read_json)
 

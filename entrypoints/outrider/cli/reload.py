@@ -33,8 +33,9 @@ class ReloadSettings(DeploymentAccessSettings):
     draft: str = Field(min_length=1, description="address of the draft service: HOST:PORT or unix:PATH")
     model: str = Field(
         "",
-        description="folder of a checkpoint on the draft's machine, or a hub id; its tokenizer is that of the present "
-        "model (default: the present model's folder, read again)",
+        description="folder of a checkpoint on the draft's machine, or a hub id where the draft was started with "
+        "--allow-hub-reload; its tokenizer is that of the present model (default: the present model's folder, read "
+        "again)",
     )
     target: str = Field("", description="address of a target service, at which the draft alone is tried")
     tokenizer: Path | None = Field(None, description="the target's folder, to ask it the prompt (default: a few ids)")

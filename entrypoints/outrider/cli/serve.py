@@ -23,7 +23,7 @@ from outrider.cli.local_services import (
     Services,
     leave_on_signals,
 )
-from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
+from outrider.cli.terminal import Advance, Painter, fail, load_tokenizer, make_painter, parse, steps
 from outrider.engine.token_tree import TokenTree
 from outrider.gateway.auth import Tokens
 from outrider.pairs import pair_path
@@ -38,7 +38,7 @@ from outrider.proposers.registry import (
     split_methods,
 )
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.hub import locate
+from outrider.rpc.hub import embedded, locate
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import require_free
 from outrider.rpc.settings import TlsSettings, is_loopback, named_folders
@@ -78,6 +78,10 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="sites whose pages may ask over HTTP, as https://app.example.com; *: all",
+    )
     metrics: str = Field(
         "", description="address of the gateway's /metrics; the target's and the draft's have the next two ports (none)"
     )
@@ -127,6 +131,16 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
         None, description="show the services' logs on standard error, for people or as JSON (default: not at all)"
     )
     start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_pair(cls, given: dict[str, object]) -> dict[str, object]:
+        """The embedded pair's name as the target, by itself, brings what drafts for it, too."""
+        target = given.get("target")
+        folder = embedded(target) if isinstance(target, str | Path) else None
+        if folder is None or folder.name != "target" or given.get("draft") or given.get("head"):
+            return given
+        return {name: value for name, value in given.items() if name != "target"} | {"pair": folder.parent.name}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -191,7 +205,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
         if self.target is not None:
             found["target"] = locate(self.target, trust_remote_code=self.trust_remote_code)
         if self.draft:
-            found["draft"] = str(locate(self.draft))
+            found["draft"] = str(locate(self.draft, drafts_by=self.method))
         if self.head is not None:
             found["head"] = locate(self.head)
         settings = self.model_copy(update=found)
@@ -202,6 +216,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
         for folder in (self.target_folder, self.draft_folder, self.head_folder):
             if folder is not None and not (folder / "config.json").is_file():
                 raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
+        load_tokenizer(self.target_folder, "--target")
 
     @property
     def is_closed(self) -> bool:
@@ -273,6 +288,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
             "model-name": self.model_name or None,
         }
         names = [f"--tls-client-name={name}" for name in self.tls_client_name]
+        names += [f"--allowed-origins={origin}" for origin in self.allowed_origins]
         return ["gateway", *self._common(self.listen, 0), *_flags(flags), *names]
 
     @property
@@ -416,9 +432,17 @@ def welcome(settings: ServeSettings, running: Running) -> list[str]:
         lines.append(f"  OpenAI    {scheme}://{http}/v1")
         lines += [f"  live page {scheme}://{http}/"] if is_loopback(http) and settings.tokens is None else []
     lines += [f"  metrics   http://{address}/metrics" for address in running.metrics]
+    services = "" if settings.is_closed else _addresses(running)  # else they are where this user alone comes
+    lines.append(f"  check     outrider doctor --gateway {address}{access}{services}")
     if settings.trace_file is not None:
         lines.append(f"  traces    outrider trace {settings.trace_file}")
     return [*lines, f"Ctrl-C ends {'both' if running.draft is None else 'all three'}."]
+
+
+def _addresses(running: Running) -> str:
+    """Of the target and the draft, as flags."""
+    draft = "" if running.draft is None else f" --draft {running.draft.address}"
+    return f" --target {running.target.address}{draft}"
 
 
 def _drafts(settings: ServeSettings) -> Iterator[str]:

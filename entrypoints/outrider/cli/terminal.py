@@ -185,6 +185,8 @@ def fail(prog: str, error: Exception, message: str = "") -> int:
     """Says what was wrong, and returns a command's status for it. A reader that went away is no error of its own."""
     if isinstance(error, BrokenPipeError):
         raise error
+    if isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {(error.strerror or str(error)).lower()}"
     print(f"{prog}: error: {message or error}", file=sys.stderr)
     return 1
 

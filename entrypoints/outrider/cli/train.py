@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider train") -> int
     try:
         target = locate(settings.target)
         require_config(target, "--target")
-        start = None if settings.draft is None else locate(settings.draft)
+        drafts_by = "pard" if settings.method == "pard" else "draft_model"
+        start = None if settings.draft is None else locate(settings.draft, drafts_by=drafts_by)
         if start is not None:
             require_config(start, "--draft")
         painter = make_painter(settings.plain)

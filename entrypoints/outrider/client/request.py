@@ -61,6 +61,7 @@ _SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "prediction": (_prediction, "a text or a list of token ids"),
     "output_ids": (_token_ids, "a list of lists of token ids"),
     "bad_words_ids": (_token_ids, "a list of lists of token ids"),
+    "prompt_logprob_token_ids": (_token_ids, "a list of lists of token ids"),
     "logit_bias": (lambda bias: bias, "an object of token ids and numbers"),
     "logprobs_mode": (
         lambda mode: encode_logprobs_mode(LogprobsMode(mode)),

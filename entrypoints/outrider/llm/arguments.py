@@ -3,9 +3,13 @@ methods of vLLM's LLM is not there."""
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from dataclasses import MISSING, field, fields, make_dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +36,7 @@ from outrider.llm.validation import (
     require_fixed,
     require_known,
 )
-from outrider.rpc.hub import is_hub_id, locate
+from outrider.rpc.hub import embedded, is_hub_id, locate
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 
 EMBEDS = "models generate; they do not embed, score or classify"
@@ -112,7 +116,7 @@ def _folder(value: object, info: ValidationInfo) -> Path | None:
     if not isinstance(value, str | PathLike):
         raise TypeError(f"{info.field_name} must be a folder's path or a hub id, a str or a Path; got {value!r:.100}")
     path = Path(value)
-    if not path.is_dir() and not is_hub_id(path):
+    if not path.is_dir() and not is_hub_id(path) and embedded(path) is None:
         raise ValueError(f"{info.field_name}: there is no folder {path}; allowed: a folder, or a hub id (org/name)")
     return path
 
@@ -238,6 +242,42 @@ class EngineArguments:
         fixes. That is for targets that can couple, unless it was asked for."""
         rule = ACCEPTANCE[self.acceptance] or configured
         return AcceptanceRule.COUPLED if rule is AcceptanceRule.AUTO and seed is not None and can_couple else rule
+
+
+def _add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+    """A flag for each keyword; values that are no texts are read as JSON."""
+    for entry in fields(EngineArgs):
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        how: dict[str, Any] = {"action": BooleanOptionalAction} if isinstance(default, bool) else {"type": _from_flag}
+        parser.add_argument(f"--{entry.name.replace('_', '-')}", default=default, **how)
+    return parser
+
+
+def _from_flag(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _from_cli_args(cls: Any, args: Namespace) -> Any:
+    return cls(**{entry.name: getattr(args, entry.name) for entry in fields(cls) if hasattr(args, entry.name)})
+
+
+# vLLM's class of this name: the keywords of LLM, which judges them.
+EngineArgs = make_dataclass(
+    "EngineArgs",
+    [
+        *((entry.name, Any, field(default=entry.default, repr=entry.repr)) for entry in fields(EngineArguments)),
+        *((name, Any, field(default_factory=partial(copy.copy, values[0]))) for name, (values, _) in FIXED.items()),
+        *((name, Any, field(default=None)) for name in ("speculative_config", *SHORT)),
+    ],
+    namespace={
+        "__doc__": "Keywords of LLM, as `LLM(**asdict(args))` or `LLM.from_engine_args(args)` takes them.",
+        "add_cli_args": staticmethod(_add_cli_args),
+        "from_cli_args": classmethod(_from_cli_args),
+    },
+)
 
 
 def take_speculation(options: dict[str, Any]) -> SpeculativeConfig | Mapping[str, Any] | None:

@@ -42,7 +42,7 @@ from outrider.proposers.registry import (
     needs_model,
     split_methods,
 )
-from outrider.rpc.hub import is_hub_id, locate
+from outrider.rpc.hub import embedded, is_hub_id, locate
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -232,6 +232,9 @@ class SpeculativeConfig:
         if self.tensor_parallel_size is not None:
             raise ValueError("'tensor_parallel_size' is the target's; for the draft give 'draft_tensor_parallel_size'.")
         self.is_method_given = self.method is not None
+        if self.model is not None:
+            at_once = self.parallel_drafting and self.method in (None, "draft_model")
+            self.model = embedded(self.model, "pard" if at_once else self.method or "draft_model") or self.model
         self.method = self._method()
         for name in self.methods:
             if name not in KNOWN and not is_class(name):

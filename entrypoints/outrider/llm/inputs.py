@@ -3,7 +3,6 @@ checkpoint's chat template or the caller's; and the tokenizer in the form that v
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.media import MediaSource
-from outrider.gateway.text.chat_template import ChatTemplate
+from outrider.gateway.text.chat_template import ChatTemplate, ContinuedTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.pictures import parts_of, pictures_of
 from outrider.llm.validation import Fixed, is_int, require_fixed, require_known
@@ -154,14 +153,12 @@ def chat_prompts(
     """The prompts of one conversation or many."""
     if add_generation_prompt and continue_final_message:
         raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
-    if chat_template is not None:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = ChatTemplate(chat_template)
+    template = tokenizer.chat_template if chat_template is None else ChatTemplate(chat_template)
+    if template is not None:
+        tokenizer = tokenizer.with_template(ContinuedTemplate(template) if continue_final_message else template)
     prompts = []
     for conversation, media in conversations_of(messages):
         text = tokenizer.render_chat(conversation, add_generation_prompt, **(variables or {}))
-        if continue_final_message:
-            text = _until_end_of_last(text, conversation)
         checked_text(text)
         prompts.append(Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)), media=media))
     return prompts
@@ -176,17 +173,6 @@ def conversations_of(messages: Any) -> list[tuple[list[Message], tuple[MediaSour
         if not _is_list(conversation) or not all(isinstance(message, Mapping) for message in conversation):
             raise TypeError(f"{SHAPE}, got {conversation!r:.60}")
     return [_with_pictures(conversation) for conversation in many]
-
-
-def _until_end_of_last(text: str, conversation: Sequence[Message]) -> str:
-    """The prompt, cut where the last message ends."""
-    content: Any = conversation[-1].get("content") or ""
-    texts = [part.get("text", "") for part in content] if _is_list(content) else [str(content)]
-    last = texts[-1].strip() if texts else ""
-    start = text.rfind(last)
-    if start < 0:
-        raise ValueError("continue_final_message: the chat template changes the last message")
-    return text[: start + len(last)]
 
 
 def _is_list(value: Any) -> bool:

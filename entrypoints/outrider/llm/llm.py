@@ -19,18 +19,19 @@ from typing import Any, Self
 
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
 from outrider.gateway.request import GenerationRequest
+from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.llm.arguments import ARGUMENTS, NOT_THERE, EngineArguments, take_speculation
+from outrider.llm.arguments import ARGUMENTS, EMBEDS, NOT_THERE, EngineArguments, take_speculation
 from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
 from outrider.llm.config import SpeculativeConfig
+from outrider.llm.errors import told
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.lora.request import LoRARequest, lora_per_prompt
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput
 from outrider.llm.sampling_params import (
     SamplingParams,
-    own_name,
     params_per_prompt,
     reasoning_options,
     seeded,
@@ -38,7 +39,7 @@ from outrider.llm.sampling_params import (
     with_guided,
 )
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.sampling_params import RECOMMENDED
 
@@ -76,7 +77,7 @@ class JobMaker:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
         """A job for each prompt, in order. Raises ValueError where the numbers differ."""
@@ -86,9 +87,11 @@ class JobMaker:
         if sampling_params is None:
             sampling_params = default_params(self._arguments, self._backend.info)
         params = params_per_prompt(sampling_params, len(prompts))
-        if priority is not None and len(priority) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(priority)} priorities: their numbers must be the same.")
-        each = zip(prompts, params, priority or [0] * len(prompts), loras, strict=True)
+        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
+        if len(priorities) != len(prompts):
+            counts = f"{len(prompts)} prompts and {len(priorities)} priorities"
+            raise ValueError(f"{counts}: their numbers must be the same.")
+        each = zip(prompts, params, priorities, loras, strict=True)
         return [self._job(*entry) for entry in each]
 
     def _job(self, prompt: Prompt, params: SamplingParams, priority: int, lora: LoRARequest | None) -> Job:
@@ -113,9 +116,9 @@ class JobMaker:
             media=prompt.media,
             adapter="" if lora is None else lora.name,
         )
-        wants_logprobs = params.logprobs is not None
         recorder = self._recorder(prompt)
-        builder = OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, recorder, lora)
+        times = None if arguments.disable_log_stats else RequestTimes()
+        builder = OutputBuilder(str(number), prompt, params, backend.tokenizer, recorder, lora, times)
         return Job(request, builder, lora)
 
     def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -193,9 +196,10 @@ class LLM:
         except BaseException as error:
             self._runtime.close()
             if isinstance(error, FailedPrecondition | InvalidArgument):  # models or settings that do not go together
-                raise ValueError(error.message) from error
+                raise ValueError(str(told(error))) from None
             raise
         self._maker = JobMaker(self.arguments, self._backend)
+        self._enqueued: list[Job] = []
         self._close = weakref.finalize(self, self._backend.close)
 
     def __enter__(self) -> Self:
@@ -227,13 +231,13 @@ class LLM:
         logits_processor: Any = None,
         *,
         guided_options_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The outputs in the prompts' order. One SamplingParams serves all prompts, a list has one for each; None is
         the model's own defaults. `lora_request` is the adapter of all prompts, or a list of one or None for each. Lower
-        numbers of `priority` go first."""
+        numbers of `priority` go first; one is that of all prompts."""
         require_fixed(ARGUMENTS, locals(), "{}")
         if guided_options_request is not None:
             warnings.warn(
@@ -267,22 +271,61 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The same for conversations: one list of messages, or several."""
+        return self._run(self._chat_jobs(locals()), use_tqdm)
+
+    @keywords_of("LLM.enqueue")
+    def enqueue(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Keeps prompts for `wait_for_completion`, where they run; their request ids."""
         require_fixed(ARGUMENTS, locals(), "{}")
-        if chat_template_content_format not in ("auto", "string", "openai"):
-            raise Unsupported("chat_template_content_format: the template says it; allowed: auto, string, openai")
-        prompts = chat_prompts(
-            self._tokenizer("chat()"),
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables={**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})},
-        )
-        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
+        return self._kept(self._maker.make(parse_prompts(prompts), sampling_params, priority, lora_request))
+
+    @keywords_of("LLM.enqueue_chat")
+    def enqueue_chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """The same for conversations."""
+        return self._kept(self._chat_jobs(locals()))
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Runs what was enqueued; the outputs, in that order."""
+        if output_type not in (None, RequestOutput, (RequestOutput,)):
+            raise Unsupported(f"wait_for_completion({output_type!r:.100}): {EMBEDS}")
+        jobs, self._enqueued = self._enqueued, []
+        return self._run(jobs, use_tqdm)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """The one of the keywords of an EngineArgs."""
+        return cls(**vars(engine_args))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model authors' recommendation, from generation_config.json; vLLM's defaults where they give none."""
@@ -325,12 +368,34 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
+        return self._run(self._maker.make(prompts, sampling_params, priority, lora_request), use_tqdm)
+
+    def _chat_jobs(self, given: Mapping[str, Any]) -> list[Job]:
+        """Of the arguments of `chat`."""
+        require_fixed(ARGUMENTS, given, "{}")
+        if given["chat_template_content_format"] not in ("auto", "string", "openai"):
+            raise Unsupported("chat_template_content_format: the template says it; allowed: auto, string, openai")
+        tools = {"tools": given["tools"]} if given["tools"] else {}
+        prompts = chat_prompts(
+            self._tokenizer("chat()"),
+            given["messages"],
+            chat_template=given["chat_template"],
+            add_generation_prompt=given["add_generation_prompt"],
+            continue_final_message=given["continue_final_message"],
+            variables={**(given["chat_template_kwargs"] or {}), **tools},
+        )
+        return self._maker.make(prompts, given["sampling_params"], given["priority"], given["lora_request"])
+
+    def _kept(self, jobs: list[Job]) -> list[str]:
+        self._enqueued += jobs
+        return [job.request.request_id for job in jobs]
+
+    def _run(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed")
-        jobs = self._maker.make(prompts, sampling_params, priority, lora_request)
         backend, statistics = self._backend, self._statistics
 
         def start(put: Callable[[Job], None]) -> Coroutine[Any, Any, None]:
@@ -340,8 +405,8 @@ class LLM:
             with closing(self._runtime.iterate(start)) as ended:
                 for _ in with_progress(ended, len(jobs), use_tqdm):
                     pass
-        except (InvalidArgument, NotFound) as error:  # the latter of an adapter
-            raise ValueError(own_name(error.message)) from error
+        except OutriderError as error:
+            raise told(error, backend.info.max_model_len) from None
         return [job.builder.output for job in jobs]
 
     def _tokenizer(self, what: str) -> Tokenizer:

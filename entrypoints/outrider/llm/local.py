@@ -758,6 +758,7 @@ def _load_draft(
         device=device,
         max_model_len=speculation.max_model_len,
         trust_remote_code=arguments.trust_remote_code,
+        lone_file=True,
     )
 
 

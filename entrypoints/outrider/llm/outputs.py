@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 from outrider.gateway.request import GenerationDelta
+from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.inputs import Prompt
+from outrider.llm.logprobs import FlatLogprobs, Logprob
 from outrider.llm.lora.request import LoRARequest
+from outrider.llm.sampling_params import SamplingParams
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import FinishReason
 
-
-@dataclass
-class Logprob:
-    """One candidate at one position; rank is 1-based."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -32,7 +31,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
@@ -47,16 +46,38 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestStateStats:
+    """When a request was made (wall clock), scheduled and answered (monotonic clock); seconds, 0.0: it is not known."""
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0  # not known of a gateway's
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    is_corrupted: bool = False
+
+    @classmethod
+    def of(cls, times: RequestTimes) -> RequestStateStats:
+        """As far as they have come."""
+        latency = max(0.0, times.first_token - times.arrived)
+        arrival = time.time() - (time.monotonic() - times.arrived)
+        moments = times.arrived, times.scheduled, times.first_token, times.last_token
+        return cls(times.num_tokens, arrival, *moments, latency)
+
+
+@dataclass
 class RequestOutput:
     """All completions of one prompt."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int] | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: Any = None
+    metrics: RequestStateStats | None = None  # None with disable_log_stats
     lora_request: LoRARequest | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
@@ -64,7 +85,7 @@ class RequestOutput:
     multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
     kv_transfer_params: dict[str, Any] | None = None
     num_cache_creation_tokens: int | None = None
-    prompt_token_id_logprobs: Any = None
+    prompt_token_id_logprobs: Tensor | None = None  # [tokens scored, ids] float32: of prompt_logprob_token_ids
     ec_transfer_params: dict[str, Any] | None = None
 
 
@@ -75,29 +96,37 @@ class OutputBuilder:
         self,
         request_id: str,
         prompt: Prompt,
-        n: int,
-        wants_logprobs: bool,
+        params: SamplingParams,
         tokenizer: Tokenizer | None,
         steps: SpecDecodeRecorder | None = None,
         lora: LoRARequest | None = None,
+        times: RequestTimes | None = None,
     ) -> None:
-        self._tokenizer, self._wants_logprobs, self._steps = tokenizer, wants_logprobs, steps
+        self._new_logprobs: type[Any] = FlatLogprobs if params.flat_logprobs else list
+        self._params, self._tokenizer, self._steps, self._times = params, tokenizer, steps, times
+        self._wants_logprobs = params.logprobs is not None
+        self._of_prompt: list[PositionLogprobs] = []
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
-        self.output = RequestOutput(request_id, prompt.text, ids, None, [CompletionOutput(i) for i in range(n)], False)
+        self.output = RequestOutput(
+            request_id, prompt.text, ids, None, [CompletionOutput(i) for i in range(params.n)], False
+        )
         self.output.lora_request = lora
         for completion in self.output.outputs:
             completion.lora_request = lora
-            if wants_logprobs:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            if self._wants_logprobs:
+                completion.logprobs, completion.cumulative_logprob = self._new_logprobs(), 0.0
 
     def add(self, delta: GenerationDelta) -> None:
         """One commit's part of one completion."""
         output, completion = self.output, self.output.outputs[delta.index]
-        if delta.prompt_token_ids:
+        if delta.prompt_token_ids and delta.index == 0:
             output.prompt_token_ids = list(delta.prompt_token_ids)
-        if delta.prompt_logprobs:
-            output.prompt_logprobs = output.prompt_logprobs or []  # a long prompt's come in slices
-            output.prompt_logprobs += [self._candidates(row) if row else None for row in delta.prompt_logprobs]
+        if self._params.scored_ids:
+            self._of_prompt += delta.prompt_logprobs  # a long prompt's come in slices
+        if delta.prompt_logprobs and self._params.prompt_logprobs is not None:
+            rows: Any = self._new_logprobs() if output.prompt_logprobs is None else output.prompt_logprobs
+            rows.extend(self._candidates(row) if row else None for row in delta.prompt_logprobs)
+            output.prompt_logprobs = rows
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)
         if self._wants_logprobs:
@@ -109,7 +138,12 @@ class OutputBuilder:
             completion.spec_decode_metrics = self._steps.add(delta)
         if delta.usage is not None:
             output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.usage.cached_tokens)
+        if self._times is not None:
+            self._times.add(delta)
+            output.metrics = RequestStateStats.of(self._times) if delta.finish_reason is not None else output.metrics
         output.finished = all(one.finished() for one in output.outputs)
+        if output.finished and (listed := self._params.scored_ids):
+            output.prompt_token_id_logprobs = scores(self._of_prompt[self._params.prompt_logprob_start + 1 :], listed)
 
     def _add_logprobs(self, completion: CompletionOutput, rows: Iterable[PositionLogprobs]) -> None:
         for row in rows:
@@ -122,6 +156,15 @@ class OutputBuilder:
 
     def _text_of(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+
+
+def scores(rows: Sequence[PositionLogprobs], listed: Sequence[Sequence[int]]) -> Tensor:
+    """What each row says of its list's ids, [tokens scored, ids] float32; one list is for all rows."""
+    import torch  # only here: over a gateway nothing else needs it
+
+    lists = repeat(listed[0], len(rows)) if len(listed) == 1 else listed
+    found = [{entry.id: entry.logprob for entry in row} for row in rows]
+    return torch.tensor([[row[token] for token in ids] for row, ids in zip(found, lists, strict=False)])
 
 
 def finish_name(reason: FinishReason) -> str:

@@ -124,7 +124,7 @@ class SamplingParams:
     min_tokens: Annotated[Integer, integer(0)] = 0
     logprobs: Count = None
     prompt_logprobs: Count = None
-    flat_logprobs: Annotated[Any, absent("log probabilities come as one dict a position")] = False
+    flat_logprobs: Flag = False
     detokenize: Flag = True
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = True
@@ -159,7 +159,14 @@ class SamplingParams:
         Integer | None, Field(ge=1, description="an integer of at least 1, -1 (no bound), or None"), MinusOneIsNone
     ] = None
     repetition_detection: Annotated[Any, absent("it is not there; use the penalties")] = None
-    logprob_token_ids: Annotated[Any, absent("the chosen and the most probable ids are reported")] = None
+    logprob_token_ids: Annotated[
+        list[Integer] | None, Field(min_length=1, description="a list of integers, not empty, or None")
+    ] = None
+    prompt_logprob_token_ids: Annotated[
+        list[Integer] | list[list[Integer]] | None,
+        Field(min_length=1, description="a list of integers, or such a list for each token that is scored, or None"),
+    ] = None
+    prompt_logprob_start: Annotated[Integer, integer(0)] = 0
     watermarking: Annotated[Any, absent("it would change the distribution")] = None
     stream_interval: Annotated[Any, absent("generate() returns whole outputs")] = None
     trace_decode_token_ids: Annotated[Any, absent("it is not there")] = None
@@ -171,6 +178,8 @@ class SamplingParams:
             self._take_guided(self.guided_decoding)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens}")
+        if len(set(map(len, self.scored_ids))) > 1:
+            raise ValueError("prompt_logprob_token_ids: its lists differ in length; allowed: lists of one length")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need text: set detokenize=True to use stop.")
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -194,6 +203,17 @@ class SamplingParams:
         )
         self.structured_outputs, self.guided_decoding = guided, None
 
+    @property
+    def scored_ids(self) -> tuple[tuple[int, ...], ...]:
+        """`prompt_logprob_token_ids`, a list for each token that is scored; one: for all of them."""
+        given = self.prompt_logprob_token_ids or ()
+        return tuple(tuple(one) for one in ([given] if given and isinstance(given[0], int) else given))
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Where None is the default, but for `max_tokens`, of which it is no bound."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
     def clone(self) -> SamplingParams:
         """A copy that shares nothing."""
         return copy.deepcopy(self)
@@ -216,6 +236,8 @@ def to_wire(params: SamplingParams, mode: LogprobsMode, max_logprobs: int, max_m
     wire: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in same.items()}
     wire |= {"top_k": max(0, params.top_k), "logprobs_mode": mode}
     wire.setdefault("max_tokens", NO_BOUND)
+    if params.scored_ids:
+        wire |= {"prompt_logprob_token_ids": params.scored_ids, "prompt_logprobs": params.prompt_logprobs or 0}
     if params.truncate_prompt_tokens == -1:
         wire["truncate_prompt_tokens"] = max_model_len - 1
     if params.seed is not None:
@@ -229,11 +251,6 @@ def reasoning_options(params: SamplingParams) -> ReasoningOptions | None:
     """How long the model may reason; None where nothing is said of it."""
     budget = params.thinking_token_budget
     return None if budget is None else ReasoningOptions(max_tokens=budget)
-
-
-def own_name(message: str) -> str:
-    """A refusal with the field as it is called here."""
-    return message.replace("reasoning.max_tokens", "thinking_token_budget")
 
 
 def seeded(sampling: WireSampling, seed: int | None, number: int) -> WireSampling:

@@ -41,7 +41,7 @@ class StructuredOutputsParams:
         list[Annotated[str, Field(strict=True, min_length=1)]] | None,
         Field(min_length=1, description="a list of texts, neither it nor they empty, or None"),
     ] = None
-    grammar: Annotated[Text | None, Field(description="a grammar in Lark's form, or None")] = None
+    grammar: Annotated[Text | None, Field(description="a grammar in Lark's form or EBNF, or None")] = None
     json_object: Annotated[Literal[True] | None, Field(description="True or None")] = None
     # How JSON is written; they say nothing of the other kinds, as in vLLM.
     disable_any_whitespace: Annotated[Flag, OrDefault] = False

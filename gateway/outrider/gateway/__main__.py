@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -108,6 +109,11 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         default=None,
         description="The live page and /metrics at the HTTP address, too (default: if this machine alone reaches it)",
     )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Sites whose pages may ask over HTTP, as https://app.example.com, or several with commas; *: all "
+        "(none)",
+    )
     max_connection_age_s: float = Field(
         default=0.0,
         ge=0,
@@ -139,7 +145,7 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         "against one another; 0: none",
     )
     max_active: int = Field(default=64, ge=1, description="Sequences (prompts times n) that run at once")
-    max_waiting: int = Field(default=256, ge=0, description="Sequences that may wait; more are refused")
+    max_waiting: int = Field(default=960, ge=0, description="Sequences that may wait; more are refused")
     max_admitted_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -183,6 +189,10 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         description="How the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
         f"name: {', '.join(MARKERS)}",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Take chat templates that requests over HTTP bring; who writes one writes control tokens, too",
+    )
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
@@ -206,6 +216,9 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
     vllm_metrics: VllmMetrics = False
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         default="none", description="Say in each answer over HTTP, as vLLM does, what became of its drafts"
+    )
+    enable_per_request_metrics: bool = Field(
+        default=False, description="Say in each answer over HTTP, as vLLM does, when its tokens came"
     )
     trust_traceparent: bool = Field(
         default=False, description="Go on with a client's trace, and record what it says is recorded"
@@ -240,6 +253,15 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         except InvalidArgument as error:
             raise ValueError(error.violations[0].problem) from None
         return given
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _split_origins(cls, given: list[str]) -> list[str]:
+        origins = [part.strip() for text in given for part in text.split(",")]
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", origin):
+                raise ValueError(f"is {origin[:100]!r}; allowed: scheme and host, as https://app.example.com, or *")
+        return origins
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
@@ -324,7 +346,7 @@ def run(settings: GatewaySettings, prog: str, siblings: Siblings | None = None) 
 
 def _serve_here(settings: GatewaySettings, siblings: Siblings | None) -> None:
     sys.setswitchinterval(0.0005)
-    stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
+    stop_tracing = setup_tracing("outrider-gateway", settings.trace_file, settings.trace_file_mb << 20)
     try:
         asyncio.run(_serve(settings, siblings))
     finally:
@@ -364,6 +386,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         max_logprobs=settings.max_logprobs,
         reasoning_parser=settings.reasoning_parser,
         trust_traceparent=settings.trust_traceparent,
+        trust_request_chat_template=settings.trust_request_chat_template,
         log_requests=settings.log_requests,
         trace_rounds=settings.trace_rounds,
         media=MediaLimits(settings.max_media_bytes, settings.max_media_pixels, settings.media_folder),
@@ -457,7 +480,15 @@ async def _start_http(
 
     wanted = settings.per_request_spec_decode_metrics
     shows_all = is_loopback(settings.http) if settings.operator_paths is None else settings.operator_paths
-    options = HttpOptions(settings.max_body_bytes, settings.sse_keep_alive_s, wanted, shows_all, settings.stall_s)
+    options = HttpOptions(
+        settings.max_body_bytes,
+        settings.sse_keep_alive_s,
+        wanted,
+        shows_all,
+        settings.stall_s,
+        tuple(settings.allowed_origins),
+        settings.enable_per_request_metrics,
+    )
     http = HttpServer(
         engine,
         settings.http,

@@ -188,13 +188,12 @@ class Admission:
         yet may have all that is left, others their share of what is not other callers'."""
         most = int(self._share * (limit - wanted + mine))
         if wanted > limit:
-            names = _NAMES[what]
             reason, missing = f"TOO_MANY_{what.upper()}", wanted - limit
-            problem, allowed = f"there would be {wanted}", f"{limit} {what} ({names})"
+            problem, allowed = f"there would be {wanted}", f"{limit} {what} ({_NAMES[what]})"
         elif mine > max(most, asked):
             reason, missing = "CALLER_SHARE", mine - most
             problem = f"its caller would have {mine}"
-            allowed = f"{most} {what}, its share (caller_share) of what others leave"
+            allowed = f"{most} {what}, its share (caller_share) of what others leave. {WAYS_OUT}"
         else:
             return
         waits_for = {"sequences": (missing, 0), "tokens": (0, missing), "bytes": (1, 0)}[what]
@@ -203,6 +202,9 @@ class Admission:
         raise ResourceExhausted(message, reason=reason, retry_after_ms=wait_ms)
 
 
+WAYS_OUT = (
+    "For more: a token (tokens) or salt (cache_salt) a user, or more caller_share, max_waiting, max_admitted_tokens"
+)
 _NAMES = {  # of what bounds it
     "sequences": "max_active and max_waiting together",
     "tokens": "max_admitted_tokens",

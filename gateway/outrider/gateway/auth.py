@@ -27,12 +27,14 @@ from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
 from outrider.rpc.interceptors import HEALTH, host_of
 from outrider.rpc.messages import MAX_NAME_CHARS
+from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.security import Watched
 
 # What no token is asked for: an orchestrator's probes have none.
 OPEN_SERVICES = (HEALTH,)
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 
+FORM = "allowed: a mapping of callers' names to tokens, as `alice: TOKEN` or `alice: {token: TOKEN, priority: 10}`"
 AUTHORIZATION, SCHEME = "authorization", "bearer"
 MIN_TOKEN_CHARS = 16
 
@@ -79,7 +81,7 @@ class _Entry(BaseModel):
 
 
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-_FILE = TypeAdapter(dict[_Name, _Entry], config=ConfigDict(hide_input_in_errors=True))
+_FILE = TypeAdapter(Annotated[dict[_Name, _Entry], Field(min_length=1)], config=ConfigDict(hide_input_in_errors=True))
 
 
 class Tokens:
@@ -109,16 +111,18 @@ class Tokens:
 
 def _read(path: Path) -> Sequence[tuple[bytes, Caller]]:
     try:
+        warn_if_open(path, "the callers' tokens")
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(given, dict):
             given = {name: {"token": entry} if isinstance(entry, str) else entry for name, entry in given.items()}
         entries = _FILE.validate_python(given)
     except (OSError, UnicodeDecodeError) as error:
-        raise FailedPrecondition(f"{path}: cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FailedPrecondition(f"{path}: cannot be read: {reason}") from error
     except yaml.YAMLError:
-        raise FailedPrecondition(f"{path}: is no YAML; allowed: a mapping of names to tokens") from None
+        raise FailedPrecondition(f"{path}: is no YAML; {FORM}") from None
     except ValidationError as error:
-        raise FailedPrecondition(f"{path}: {_explain(error)}") from None
+        raise FailedPrecondition(f"{path}: {_explain(error)}; {FORM}") from None
     callers = {
         _digest(entry.token): Caller(name, entry.salt or name, entry.priority) for name, entry in entries.items()
     }
@@ -129,8 +133,18 @@ def _read(path: Path) -> Sequence[tuple[bytes, Caller]]:
 
 def _explain(error: ValidationError) -> str:
     """What is wrong where, without what stands there."""
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    first = error.errors(include_input=False, include_url=False)[0]
+    problems = {
+        "dict_type": "is no mapping",
+        "model_type": "is neither a token nor a mapping with one",
+        "too_short": "has no callers: nobody could ask",
+        "missing": "is missing",
+        "extra_forbidden": "is not known; known are token, priority, salt",
+        "string_pattern_mismatch": "has other characters than visible ones of ASCII",
+        "string_too_short": f"is shorter than {first.get('ctx', {}).get('min_length')} characters",
+    }
+    problem = problems.get(first["type"], f"{first['msg'][:1].lower()}{first['msg'][1:]}")
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {problem}"
 
 
 def _digest(token: str) -> bytes:

@@ -25,7 +25,8 @@ from outrider.gateway.speculation.retry_budget import Retries
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.chat import MAX_RENDERED, in_turn
 from outrider.gateway.text.reasoning import AUTO, find_markers
-from outrider.gateway.text.tokenizer import MAX_TOKENISED, Tokenizer
+from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_TOKENISED, Tokenizer, in_thread
+from outrider.gateway.text.tools.use import AnswerText
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import VerifyCosts
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
@@ -67,11 +68,11 @@ class RequestRun:
 class Completion:
     """Turns the rounds of one completion into deltas."""
 
-    def __init__(self, run: RequestRun, index: int) -> None:
+    def __init__(self, run: RequestRun, index: int, text: AnswerText) -> None:
         prepared = run.prepared
         self._run, self._index = run, index
         self._output_ids = prepared.output_ids(index)
-        self._text = prepared.text_stream(run.tokenizer, index)
+        self._text = text
         self._tally = SpeculationTally()
         self._method = ""  # the one that drafts; empty: not known yet, or several do
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
@@ -108,7 +109,7 @@ class Completion:
                     continue
                 if item.commit.num_drafted and not item.drafted_by:
                     item.drafted_by = self._drafted_by(item)
-                delta = self._delta_of(item)
+                delta = await in_thread(self._text.num_held > LONG_TEXT, self._delta_of, item)
                 if run.trace is not None:
                     run.trace.add_round(item, self._index)
                 yield delta
@@ -181,13 +182,12 @@ class Completion:
         )
 
     def _marked(self, delta: GenerationDelta) -> GenerationDelta:
-        """The first delta says the seed and the model, and of completion 0 the prompt's ids."""
+        """The first delta says the seed, the model and the prompt's ids."""
         if not self._first:
             return delta
         self._first = False
         prepared = self._run.prepared
-        shown = self._index == 0 and prepared.request.token_ids is None
-        prompt_ids = prepared.prompt_ids if shown else ()
+        prompt_ids = prepared.prompt_ids
         return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)
 
 
@@ -206,7 +206,7 @@ class EngineConfig:
     schedule: BatchSchedule | None = None  # where the target drafts for itself; any other drafter keeps to its own
     draft_patience_ms: int = 500
     max_active: int = 64  # sequences that run at once
-    max_waiting: int = 256  # sequences that may wait
+    max_waiting: int = 960  # sequences that may wait
     max_admitted_tokens: int | None = None  # of all these; None: half a context for each
     caller_share: float = 1.0  # of what others leave of both, that one caller may have
     max_running_tokens: Callable[[], int] | None = None  # of all targets; None: as the target says; 0: any number
@@ -215,6 +215,7 @@ class EngineConfig:
     model_name: str = ""  # empty: the target's
     reasoning_parser: str = AUTO  # how the model tells its reasoning apart: by what the tokenizer has; NONE: not
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
+    trust_request_chat_template: bool = False  # a conversation over HTTP may bring a template of its own
     log_requests: str = "off"  # "counts": a line of the log for each at its end; "prompts": with its prompt
     trace_rounds: int = MAX_TRACED_ROUNDS  # of a completion, with spans of their own
     trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
@@ -370,7 +371,7 @@ class GenerationEngine:
         )
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
-        loop = asyncio.get_running_loop()
+        loop, texts = asyncio.get_running_loop(), await self._texts_of(prepared)
         root = self._new_trace(prepared)
         run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
         wanted = self.config.log_requests
@@ -381,7 +382,7 @@ class GenerationEngine:
         self._num_running += prepared.request.n
         self._retries.num_sequences += prepared.request.n
         try:
-            merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
+            merged = merge([Completion(run, index, text).deltas() for index, text in enumerate(texts)])
             async with aclosing(merged):
                 async for delta in merged:
                     for observer in observers:
@@ -396,6 +397,13 @@ class GenerationEngine:
                 timer.cancel()
             for observer in observers:
                 observer.end(error)
+
+    async def _texts_of(self, prepared: Prepared) -> list[AnswerText]:
+        """Of all completions, with what the client has of them; beside the event loop where that is long."""
+        num_ids = sum(map(len, prepared.request.output_ids))
+        is_long = num_ids > LONG_TEXT
+        async with self.text_turn(prepared.request.account, num_ids if is_long else 0):
+            return await in_thread(is_long, prepared.text_streams, self.tokenizer)
 
     def _new_trace(self, prepared: Prepared) -> RequestTrace | None:
         """None where nothing is recorded here, and no client's trace is to be passed on."""

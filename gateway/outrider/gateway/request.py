@@ -57,6 +57,7 @@ from outrider.rpc.sampling_params import (
     lacking,
     sampling_for_peers,
     validate_sampling,
+    without_prompt_logprobs,
 )
 from outrider.rpc.server_calls import ServerCall
 
@@ -65,6 +66,9 @@ SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+TRUNCATION_SIDES = ("left", "right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ class GenerationRequest:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer goes on with the last message's text
+    chat_template: str | None = None  # of the request's own; None: the checkpoint's
+    documents: tuple[Any, ...] = ()  # for a template that shows them
+    add_special_tokens: bool | None = None  # None: to a text, and not to what a chat template has written
+    truncation_side: str = "left"  # of TRUNCATION_SIDES: where sampling.truncate_prompt_tokens cuts
     reasoning: ReasoningOptions | None = None
     sampling: SamplingParams | None = None  # None: the model's defaults
     max_tokens_given: bool = True  # false: sampling.max_tokens is a default, cut to what the context leaves
@@ -124,6 +133,13 @@ class GenerationRequest:
         """Whose share of the room it takes: its credential's, else its salt's, else its host's."""
         named = (("caller", self.caller), ("salt", self.salt), ("peer", self.peer))
         return next((f"{kind} {name}" for kind, name in named if name), "")
+
+    def truncated(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A prompt's ids that are kept."""
+        keep = None if self.sampling is None else self.sampling.truncate_prompt_tokens
+        if not isinstance(keep, int) or keep <= 0:  # all, or what the validator finds
+            return ids
+        return ids[:keep] if self.truncation_side == "right" else ids[-keep:]
 
     @property
     def num_long_chars(self) -> int:
@@ -177,7 +193,7 @@ class GenerationDelta:
     seed: int | None = None  # in a completion's first delta
     model_digest: str = ""  # in a completion's first delta
     near_ties: bool = False  # it has moved to a target whose logits need not be equal to the bit
-    prompt_token_ids: tuple[int, ...] = ()  # in the first delta of completion 0, unless the prompt was given as ids
+    prompt_token_ids: tuple[int, ...] = ()  # in a completion's first delta
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     round: Round | None = None  # the verification behind it, whole: metrics and the live page read it
 
@@ -234,6 +250,10 @@ class Prepared:
         """What the client already has of a completion."""
         return self.request.output_ids[index] if self.request.output_ids else ()
 
+    def text_streams(self, tokenizer: Tokenizer) -> list[AnswerText]:
+        """The texts of all completions."""
+        return [self.text_stream(tokenizer, index) for index in range(self.request.n)]
+
     def text_stream(self, tokenizer: Tokenizer, index: int) -> AnswerText:
         """The text of one completion."""
         if self.tools is not None:
@@ -249,7 +269,7 @@ class Prepared:
         """The Open of one completion: without what only concerns text."""
         sampling = sampling_for_peers(self.sampling)
         if index > 0:
-            sampling = replace(sampling, prompt_logprobs=None)
+            sampling = without_prompt_logprobs(sampling)
         return Open(
             sequence_id=0,
             prompt_ids=self.prompt_ids,
@@ -258,6 +278,7 @@ class Prepared:
             completion=index,
             acceptance=self.acceptance,
             seed=self.seed,
+            fresh_seed=self.sampling.seed is None,  # what is told of it may come back, as its caller's
             timeout_ms=timeout_ms,
             priority=self.request.priority,
             salt=self.request.salt,
@@ -303,7 +324,7 @@ async def prepare(
     tools = None
     if request.tools or request.tool_choice:
         tools = tool_use(found, request, capped, tokenizer, target.capabilities)
-    prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
+    prompt_ids = await _prompt_ids(found, request, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
     _check_prompt_logprobs(found, request, sampling, len(prompt_ids), model.vocab_size)
     media: tuple[Media, ...] = ()
@@ -334,7 +355,9 @@ async def prepare(
     if not can_run_ahead and mode != "auto":
         mode = "sequential"
     judges = None if at_target else draft
-    rule = speculation.acceptance or _own_rule(mode if can_run_ahead else "sequential", target, judges)
+    is_ahead = can_run_ahead and mode != "sequential"
+    shares_noise = is_ahead or (sampling.seed is not None and _recalls(methods, draft))
+    rule = speculation.acceptance or _own_rule(shares_noise, target, judges)
     _check_capabilities(target, sampling, rule)
     known = target.capabilities
     reasoning = None if markers is None else markers.plan(request, sampling, tokenizer, prompt_ids, known)
@@ -440,9 +463,13 @@ def _check_prompt_logprobs(
     count = sampling.prompt_logprobs
     if request.media and count is not None:
         found.add("sampling.prompt_logprobs", "is given with media, whose places have no ids", "leave it unset")
+    scored, first = sampling.prompt_logprob_token_ids, sampling.prompt_logprob_start
+    if scored and prompt_len and isinstance(first, int) and first + len(scored) >= prompt_len:
+        problem = f"has {len(scored)} entries from position {first} of a prompt of {prompt_len} tokens"
+        found.add("sampling.prompt_logprob_token_ids", problem, "one for each token of the prompt behind that at most")
     if request.call is None or not isinstance(count, int):
         return
-    of_each = vocab_size if count == ALL_LOGPROBS else count + 1
+    of_each = vocab_size if count == ALL_LOGPROBS else count + 1 + max(map(len, scored), default=0)
     if prompt_len * of_each > MAX_PROMPT_LOGPROBS:
         problem = f"asks for {prompt_len * of_each} log probabilities, {of_each} of each of {prompt_len} tokens"
         found.add("sampling.prompt_logprobs", problem, f"at most {MAX_PROMPT_LOGPROBS} of a prompt")
@@ -452,10 +479,19 @@ def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
 
 
-def _own_rule(mode: str, target: TargetInfo, draft: DraftInfo | None) -> AcceptanceRule:
+def _recalls(methods: tuple[str, ...], draft: DraftInfo | None) -> bool:
+    """Whether what drafts may know an earlier answer: it has learned it, or its caller has it."""
+    if draft is None:
+        return PREDICTION in methods
+    learners = [known.name for known in draft.methods if known.learns]
+    return any(name in (PREDICTION, *learners) for name in methods or draft.defaults)
+
+
+def _own_rule(shares_noise: bool, target: TargetInfo, draft: DraftInfo | None) -> AcceptanceRule:
     """The gateway's choice. Branches and chains ahead meet the target's tokens far more often where both sides share
-    their noise; of the rules that weigh, blocks accept the most."""
-    if mode != "sequential" and "acceptance.coupled" in target.capabilities:
+    their noise, and what a seed said before may be drafted for it again; of the rules that weigh, blocks accept the
+    most."""
+    if shares_noise and "acceptance.coupled" in target.capabilities:
         return AcceptanceRule.COUPLED
     peers = (target,) if draft is None else (target, draft)
     has_blocks = all("acceptance.block" in peer.capabilities for peer in peers)
@@ -472,14 +508,12 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
 
 
 async def _prompt_ids(
-    found: Violations, request: GenerationRequest, sampling: SamplingParams, tokenizer: Tokenizer, model: ModelInfo
+    found: Violations, request: GenerationRequest, tokenizer: Tokenizer, model: ModelInfo
 ) -> tuple[int, ...]:
     """The prompt, of no use once something was found."""
     try:
         field, ids = await encoded(request, tokenizer, model.max_model_len)
-        keep = sampling.truncate_prompt_tokens
-        if isinstance(keep, int) and keep > 0:  # else it has been found
-            ids = ids[-keep:]
+        ids = request.truncated(ids)
         validate_prompt_ids(ids, model.vocab_size, model.max_model_len, field)
     except InvalidArgument as error:
         found.take(error)
@@ -495,8 +529,9 @@ async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_le
     if request.token_ids is not None:
         return "token_ids.ids", request.token_ids
     if request.messages is None:
+        adds, text = request.add_special_tokens is not False, request.text or ""
         return "text", await encode_bounded(
-            "text", request.text or "", max_model_len, tokenizer.encode, request.among_long
+            "text", text, max_model_len, lambda text: tokenizer.encode(text, adds), request.among_long
         )
     return "chat", await chat_ids(request, tokenizer, max_model_len)
 

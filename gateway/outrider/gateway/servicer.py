@@ -56,6 +56,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         loop, left_s = asyncio.get_running_loop(), MOST_STALLS * self._stall_s
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
+                if delta.index or generation.token_ids is not None:  # said, or the client's own
+                    delta = replace(delta, prompt_token_ids=())
                 response = await written(delta.num_logprobs, encode_delta, delta)
                 began = loop.time()
                 async with asyncio.timeout(min(self._stall_s, left_s)):

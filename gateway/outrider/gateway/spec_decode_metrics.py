@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.gateway.request import GenerationDelta
+from outrider.gateway.request_times import RequestTimes
 from outrider.planner.policy import SpeculationTally
 
 
@@ -72,22 +73,31 @@ def add_drafts(total: SpeculationTally, more: SpeculationTally) -> None:
 
 
 class AnswerRecorder:
-    """Follows all completions of one answer, which says what became of their drafts together."""
+    """Follows all completions of one answer, which says what became of their drafts together, unless `wanted` is
+    "none". `times` are None where it says none, as of several completions."""
 
-    def __init__(self, detailed: bool) -> None:
-        self._detailed = detailed
+    def __init__(self, wanted: str = "none", times: RequestTimes | None = None) -> None:
+        self._wanted, self._detailed, self._times = wanted, wanted == "detailed", times
         self._total = SpeculationTally()
         self._steps: list[tuple[int, int]] = []  # drafted and accepted of each step, in the order of commits
 
     def add(self, delta: GenerationDelta) -> None:
         """One commit of any of them."""
+        if self._times is not None:
+            self._times.add(delta)
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
             self._steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
         if delta.tally is not None:
             add_drafts(self._total, delta.tally)
 
     def shape(self, num_draft_tokens: int) -> dict[str, Any]:
-        """The object of the answer's that AIPerf reads. k is what is drafted a round, or the most that was."""
+        """The answer's `metrics`, if it has any."""
+        times = {} if self._times is None else self._times.shape()
+        drafts = {} if self._wanted == "none" else self._drafts(num_draft_tokens)
+        return {"metrics": times | drafts} if times or drafts else {}
+
+    def _drafts(self, num_draft_tokens: int) -> dict[str, Any]:
+        """The object that AIPerf reads. k is what is drafted a round, or the most that was."""
         k = max(num_draft_tokens, len(self._total.accepted_per_position))
         metrics = summary_of(self._total, k)
         if self._detailed:

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PairPaths", "pair_path"]
+__all__ = ["TRAINED_ON", "PairPaths", "name_of", "pair_path", "part_path"]
+
+TRAINED_ON = {"python": "the sources of Python's standard library"}  # and nothing else
+_ROOT = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,25 @@ class PairPaths:
 
 def pair_path(name: str = "python") -> PairPaths:
     """Where the embedded pair `name` lies; `ValueError` if there is none of that name."""
-    root = Path(__file__).parent
-    pair = PairPaths(*(root / name / folder for folder in ("target", "draft", "pard")))
+    pair = PairPaths(*(_ROOT / name / folder for folder in ("target", "draft", "pard")))
     if not (pair.target / "config.json").is_file():
-        known = sorted(path.parent.parent.name for path in root.glob("*/target/config.json"))
+        known = sorted(path.parent.parent.name for path in _ROOT.glob("*/target/config.json"))
         raise ValueError(f"no embedded pair {name!r}; there are: {', '.join(known) or 'none'}")
     return pair
+
+
+def part_path(name: str, drafts_by: str = "") -> Path | None:
+    """The folder that a name stands for where a checkpoint's may: PAIR for the pair's target, or, of what drafts by a
+    method, for that draft or head; PAIR/PART for any of its folders. None for all else."""
+    pair, _, part = name.partition("/")
+    part = part or {"": "target", "draft_model": "draft"}.get(drafts_by, drafts_by)
+    folder = _ROOT / pair / part
+    is_part = pair in TRAINED_ON and part.isidentifier() and (folder / "config.json").is_file()
+    return folder if is_part else None
+
+
+def name_of(folder: Path) -> str:
+    """By which `part_path` finds a folder of a pair; empty for any other."""
+    if folder.parent.parent != _ROOT:
+        return ""
+    return folder.parent.name if folder.name == "target" else f"{folder.parent.name}/{folder.name}"

@@ -4,8 +4,9 @@ methods that implement it are pure Python and import no other root."""
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,10 @@ class SequenceContext:
     prompt_len: int = 0  # tokens of the prompt; those after it were generated
     salt: str = ""  # sequences of different salts shall not learn of one another
     prediction: tuple[int, ...] = ()  # the caller's guess at what follows the prompt
+
+    def alone(self) -> SequenceContext:
+        """The same under a salt that nobody has: whatever the method, it finds nothing that other sequences said."""
+        return replace(self, salt=secrets.token_hex(16))
 
 
 class ProposerState(Protocol):
@@ -59,7 +64,8 @@ class TokenProposer(Protocol):
 
 @runtime_checkable
 class LearningProposer(TokenProposer, Protocol):
-    """A method that drafts from what other sequences said, too."""
+    """A method that drafts from what other sequences of the same salt said, too. The law rests on that: a sequence that
+    must not see what its own seed said before is opened under a salt of its own."""
 
     def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
         """A sequence has ended, whatever drafted for it: its prompt and all that was committed."""

@@ -93,7 +93,9 @@ def main(
 async def serve_engine(role: str, settings: ServerSettings, start: Callable[[], Awaitable[EngineService[Any]]]) -> None:
     """Loads, serves, drains."""
     require_free(settings.listen, settings.health, settings.metrics)
-    stop_tracing = setup_tracing(f"outrider-{role}", settings.trace_file, follows_links=True)
+    stop_tracing = setup_tracing(
+        f"outrider-{role}", settings.trace_file, settings.trace_file_mb << 20, follows_links=True
+    )
     try:
         service = await start()
         on_drain, work = service.servicer.drain, service.thread.ended

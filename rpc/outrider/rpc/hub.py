@@ -1,16 +1,22 @@
-"""Models of the Hugging Face hub: an id, `org/name` or `org/name@revision`, wherever a checkpoint's folder may stand.
+"""What stands where a checkpoint's folder may: the embedded pair's name, `python` (or `python/PART`), and an id of the
+Hugging Face hub, `org/name` or `org/name@revision`.
 
 huggingface_hub keeps them in its cache and downloads what is not there, with a progress bar. Its variables hold:
 HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from outrider.pairs import name_of, part_path
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
-WEIGHTS = ("*.safetensors",)
+WEIGHTS, INDEX, ANY = "model.safetensors", "model.safetensors.index.json", "*.safetensors"
 CODE = ("*.py",)  # only where it may run
 ELSEWHERE = ("*/*", "consolidated*")  # other formats' folders, and Mistral's second copy of the weights
 
@@ -21,30 +27,78 @@ class ModelNotFound(ValueError):
 
 def is_hub_id(model: str | Path) -> bool:
     """Whether it names a model of the hub: it looks like an id, and there is no such folder."""
-    return HUB_ID.fullmatch(str(model)) is not None and not Path(model).is_dir()
+    return HUB_ID.fullmatch(str(model)) is not None and not Path(model).is_dir() and embedded(model) is None
 
 
-def locate(model: str | Path, *, weights: bool = True, trust_remote_code: bool = False) -> Path:
-    """The folder of a model: of the hub's in the cache, after its download; any other path as it is. Without `weights`
-    the tokenizer's files and the configuration will do. Raises ModelNotFound."""
+def embedded(model: str | Path, drafts_by: str = "") -> Path | None:
+    """The folder of the embedded pair that a name stands for, unless a folder of that name is there: `python` its
+    target, or what drafts by the first of these methods (with commas) that it has something for."""
+    if Path(model).is_dir():
+        return None
+    parts = (part_path(str(model), method) for method in drafts_by.split(","))
+    return next((part for part in parts if part is not None), None)
+
+
+def locate(model: str | Path, *, weights: bool = True, trust_remote_code: bool = False, drafts_by: str = "") -> Path:
+    """The folder of a model: the embedded pair's by its name (see `embedded`); of the hub's in the cache, after its
+    download; any other path as it is. Without `weights` the tokenizer's files and the configuration will do. Raises
+    ModelNotFound."""
+    if (part := embedded(model, drafts_by)) is not None:
+        return part
     found = HUB_ID.fullmatch(str(model))
     if found is None or not is_hub_id(model):
         return Path(model)
     # Only here, because it takes a third of a second.
     from huggingface_hub import snapshot_download
 
-    patterns = [*TOKENIZER_FILES, *(WEIGHTS if weights else ()), *(CODE if trust_remote_code else ())]
-    try:
-        folder = snapshot_download(
-            found["repo"], revision=found["revision"], allow_patterns=patterns, ignore_patterns=list(ELSEWHERE)
+    def download(patterns: Sequence[str], revision: str | None) -> Path:
+        wanted, left_out = list(patterns), list(ELSEWHERE)
+        return Path(
+            snapshot_download(found["repo"], revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
         )
+
+    try:
+        folder = download([*TOKENIZER_FILES, *(CODE if trust_remote_code else ())], found["revision"])
+        if weights:
+            _download_weights(folder, lambda patterns: download(patterns, folder.name))  # the same commit's
     except (OSError, ValueError) as error:  # of the network, the hub, the disk; an id that it does not allow
-        raise ModelNotFound(f"{model}: there is no such folder, and {_reason(error, found['repo'])}") from error
-    return Path(folder)
+        reason = _reason(error, found["repo"])
+        raise ModelNotFound(f"{model}: there is no such folder, and {reason}") from None  # which says what theirs do
+    return folder
+
+
+def _download_weights(folder: Path, download: Callable[[Sequence[str]], object]) -> None:
+    """Those that will be read (the loader's rule, in engine/checkpoint.py), and no others. What is complete is not
+    asked for again."""
+    named = _read(folder / "config.json").get("transformers_weights")
+    entry = named if isinstance(named, str) else INDEX
+    weight_map = _read(folder / entry).get("weight_map") if entry.endswith(".json") else {entry: entry}
+    parts = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+    if named is None and (folder / WEIGHTS).is_file():
+        return
+    if parts and all((folder / part).is_file() for part in parts):
+        return
+    if named is None:
+        download([WEIGHTS])
+        if (folder / WEIGHTS).is_file():
+            return
+    download(parts or [ANY])  # a draft or a head may be one file of any name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object; empty for what is none, which the loader refuses."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def model_name(folder: Path) -> str:
-    """What to serve it as: the folder's name; in the hub's cache (models--ORG--NAME/snapshots/COMMIT) the id."""
+    """What to serve it as: the folder's name; in the hub's cache (models--ORG--NAME/snapshots/COMMIT) the id; of the
+    embedded pair its own (see `embedded`)."""
+    if name := name_of(folder):
+        return name
     folder = folder.resolve()
     repo = folder.parents[1].name if folder.parent.name == "snapshots" else ""
     return repo.removeprefix("models--").replace("--", "/", 1) if repo.startswith("models--") else folder.name

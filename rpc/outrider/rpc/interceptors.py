@@ -130,10 +130,10 @@ class Gate(CallInterceptor):
 
 class Room:
     """For `most` calls at once, of which one caller has no more than its share of what others leave, but may have one:
-    so there is room for who comes next."""
+    so there is room for who comes next. `more` is what one is told that wants more than that."""
 
-    def __init__(self, most: int, share: float = 1.0) -> None:
-        self._most, self._share, self._held = most, share, 0
+    def __init__(self, most: int, share: float = 1.0, more: str = "") -> None:
+        self._most, self._share, self._more, self._held = most, share, more, 0
         self._of: Counter[str] = Counter()
 
     @contextmanager
@@ -155,7 +155,7 @@ class Room:
         if self._held >= self._most:
             problem, reason = "no room for another call", "TOO_MANY_CALLS"
         elif mine >= share:
-            allowed = f"allowed: at most {share}, its share of what others leave"
+            allowed = f"allowed: at most {share}, its share of what others leave{self._more}"
             problem, reason = f"the caller has {mine} calls; {allowed}", "CALLER_SHARE"
         else:
             return

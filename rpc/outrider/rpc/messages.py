@@ -80,6 +80,13 @@ class Open:
     adapter: str = ""  # with which the sequence is computed; model_digest is then of both
     media: tuple[Media, ...] = ()  # the prompt's pictures, in its order; a target's business
     resumed: bool = False  # output_ids are the client's word, and no target has let it in
+    fresh_seed: bool = False  # drawn for this request alone: no other sequence had it before
+
+    @property
+    def may_recall(self) -> bool:
+        """Whether what other sequences said may be drafted for it. Under rejection a draft must not depend on the noise
+        that judges it, and what the same seed said before does; all other output depends on no draft."""
+        return self.fresh_seed or self.sampling.greedy or self.acceptance is AcceptanceRule.COUPLED
 
     @property
     def was_promised(self) -> bool:

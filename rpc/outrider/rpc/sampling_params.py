@@ -207,6 +207,7 @@ class Parameter:
 
 
 MAX_LOGPROBS = 20  # of a position, where no flag says another number
+MAX_SCORED_ROWS = 1 << 16  # of a prompt, for which single ids are listed
 ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
@@ -247,6 +248,13 @@ class SamplingParams:
     ignore_eos: Annotated[bool, Parameter(check_flag, _FIRST)] = False
     include_stop_str_in_output: Annotated[bool, Parameter(check_flag, _KNOWN)] = False
     logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST)] = None  # -1: all
+    # In place of the most probable ones.
+    logprob_token_ids: Annotated[tuple[int, ...], Parameter(token_ids(128))] = ()
+    # A list for each of the rows from `prompt_logprob_start` on, each of which scores the next token; one: for all.
+    prompt_logprob_token_ids: Annotated[
+        tuple[tuple[int, ...], ...], Parameter(id_lists(MAX_SCORED_ROWS, 128), http=None)
+    ] = ()
+    prompt_logprob_start: Annotated[int, Parameter(integer(0, _context), http=None)] = 0
     prompt_logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST)] = None  # -1: all
     logprobs_mode: Annotated[LogprobsMode, Parameter(check_mode, _FIRST, http=None)] = LogprobsMode.RAW_LOGPROBS
     skip_special_tokens: Annotated[bool, Parameter(check_flag, _KNOWN)] = True
@@ -279,9 +287,12 @@ BASELINE = (
     "acceptance.rejection",
     "acceptance.coupled",
 )
-CAPABILITIES = (*BASELINE, "acceptance.block")  # what our own services do
+_NEWER = (f"sampling.{name}" for name, row in PARAMETERS.items() if row.reach is Reach.NAMED)
+CAPABILITIES = (*BASELINE, "acceptance.block", *_NEWER)  # what our own services do
+FRESH_SEED = "fresh_seed"  # the capability of a draft that recalls nothing for a seed that may have come before
 RECOMMENDED = tuple(name for name, row in PARAMETERS.items() if row.recommended)
 _OPTIONAL = {name for name in PARAMETERS if getattr(DEFAULT_SAMPLING, name) is None}
+_ID_LISTS = ("bad_words_ids", "prompt_logprob_token_ids")
 _LISTS = {name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), tuple)}
 # What is the model's where a request leaves it out. Lists, maps and constraints cannot be absent, only empty.
 _INHERITED = {one.name for one in pb.SamplingParams.DESCRIPTOR.fields if one.has_presence and one.message_type is None}
@@ -321,6 +332,10 @@ def validate_sampling(
             row.check(here, name, value, limits)
     if params.stop and params.detokenize is False:
         here.add("stop", "needs text, and detokenize is false", "stop strings with detokenize true")
+    if params.logprob_token_ids and params.logprobs is None:
+        here.add("logprob_token_ids", "is given without logprobs", "only with logprobs")
+    if params.prompt_logprob_token_ids and params.prompt_logprobs is None:
+        here.add("prompt_logprob_token_ids", "is given without prompt_logprobs", "only with prompt_logprobs")
     here.hand_over(found)
 
 
@@ -328,6 +343,11 @@ def resolve_sampling(given: Mapping[str, Any], defaults: SamplingParams) -> Samp
     """The parameters of a request that gives some of them; others are the model's, where they can be absent."""
     inherited = {name: getattr(defaults, name) for name in _INHERITED - given.keys()}
     return SamplingParams(**{**inherited, **given})
+
+
+def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
+    """Where the prompt's log probabilities have been told, or are told by another completion."""
+    return replace(params, prompt_logprobs=None, prompt_logprob_token_ids=(), prompt_logprob_start=0)
 
 
 def sampling_for_peers(params: SamplingParams) -> SamplingParams:
@@ -349,7 +369,8 @@ _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}  # the last wi
 def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
     """Every field, with optional ones written even at their default: the receiver resolves nothing."""
     values: dict[str, Any] = {name: getattr(params, name) for name in PARAMETERS}  # protobuf leaves None out
-    values["bad_words_ids"] = [pb.TokenIds(ids=ids) for ids in params.bad_words_ids]
+    for name in _ID_LISTS:
+        values[name] = [pb.TokenIds(ids=ids) for ids in getattr(params, name)]
     values["logprobs_mode"] = encode_logprobs_mode(params.logprobs_mode)
     if params.structured_output is not None:
         values["structured_output"] = encode_structured_output(params.structured_output)
@@ -371,7 +392,7 @@ def decode_sampling(
     structured = message.structured_output if message.HasField("structured_output") else None
     given |= {
         "logit_bias": dict(message.logit_bias),
-        "bad_words_ids": tuple(tuple(entry.ids) for entry in message.bad_words_ids),
+        **{name: tuple(tuple(entry.ids) for entry in getattr(message, name)) for name in _ID_LISTS},
         "logprobs_mode": _MODES[message.logprobs_mode],
         "structured_output": None if structured is None else decode_structured_output(structured),
     }

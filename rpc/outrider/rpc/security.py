@@ -25,6 +25,7 @@ import grpc.aio
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import FailedPrecondition, PermissionDenied
 from outrider.rpc.interceptors import Gate
+from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.settings import PeerSettings, TlsSettings
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ def _read_pem(files: PemFiles, protocol: int) -> Pem:
     context = ssl.SSLContext(protocol)
     context.set_alpn_protocols(["http/1.1"])  # of our HTTP; gRPC has its own
     try:
+        if files.key is not None:
+            warn_if_open(files.key, "the private key")
         if files.cert is not None:
             context.load_cert_chain(files.cert, files.key, password="")  # an encrypted key is refused, not asked for
         if files.ca is not None:

@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, NO_COMPRESSION, listen_target, with_port
+from outrider.rpc.connections import bound_hosts
 from outrider.rpc.errors import NotFound, Unavailable
 from outrider.rpc.interceptors import HEALTH, Crowd, ErrorInterceptor, Room, host_of
 from outrider.rpc.security import ServerTls
@@ -41,9 +42,13 @@ _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
 MAX_PROBES, MAX_WATCHES = 64, 32  # at once, of an address
+MORE_CALLS = (
+    ". For one that asks for many users: a token (tokens) for each of them, or a larger caller_share or max_waiting"
+)
 HEALTH_SHARE = 0.5  # of these, that one host may have of what others leave
 HANDSHAKE_S, IDLE_S, KEEPALIVE_S, PING_S, MAX_STREAMS = 10.0, 300.0, 30.0, 20.0, 1024  # of a connection
 MAX_CONNECTIONS, DESCRIPTORS = 4096, 65_536  # of a server; of a process, where the system lets it have so many
+MAX_OF_HOST = MAX_CONNECTIONS // 4  # of these, soon after
 _MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
 LIVENESS = ""
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -205,9 +210,13 @@ class Server:
     health: HealthMonitor
     health_server: Any | None = None  # of health alone, on an address of its own
     health_address: str = ""
+    bounding: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Accepts calls."""
+        addresses = [address for address in (self.address, self.health_address) if not address.startswith("unix:")]
+        ports = [int(address.rpartition(":")[2]) for address in addresses if address]
+        self.bounding = asyncio.create_task(bound_hosts(ports, MAX_OF_HOST))
         if self.health_server is not None:
             await self.health_server.start()
         await self.grpc_server.start()
@@ -221,6 +230,8 @@ class Server:
         if self.health_server is not None:
             await self.health_server.stop(None)
         await self.health.stop()
+        if self.bounding is not None:
+            self.bounding.cancel()
 
 
 def build_server(
@@ -245,7 +256,7 @@ def build_server(
     calls that others leave (1 for peers that are trusted with all). `health_address` serves health alone, besides, and
     in plaintext even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
     too. Unavailable if an address cannot be bound."""
-    crowd = Crowd({**_rooms_of_health(), "/": Room(max_concurrent_rpcs, caller_share)}, caller_of)
+    crowd = Crowd({**_rooms_of_health(), "/": Room(max_concurrent_rpcs, caller_share, MORE_CALLS)}, caller_of)
     grpc_server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors, crowd],
         options=server_options(max_message_bytes, reuse_port, max_connection_age_s),

@@ -321,6 +321,9 @@ class ServerSettings(TlsSettings):
     )
     grace_s: float = Field(30.0, ge=0, description="time that running streams get on SIGTERM, in seconds")
     trace_file: Path | None = Field(None, description="append traces to this file, as OTLP JSON lines")
+    trace_file_mb: int = Field(
+        256, ge=1, description="greatest size of that file, in MiB: then it begins anew, and what it held is kept as .1"
+    )
     log_format: Literal["text", "json"] = Field(
         "text", description="lines of the log on standard error: for people, or an object each for a collector"
     )
@@ -328,6 +331,15 @@ class ServerSettings(TlsSettings):
         "",
         description="address of /metrics, /livez and /readyz over HTTP: HOST:PORT or :PORT; empty: none",
     )
+
+    def require_known_callers(self, name: str) -> None:
+        """ValueError for a setting, by its name, that lets callers name files of this machine, where others than this
+        machine's may call without a certificate."""
+        if self.tls_client_ca is None and not is_loopback(self.listen):
+            raise ValueError(
+                f"{name} (--{name.replace('_', '-')}): others reach listen (--listen), {self.listen}; allowed: with "
+                "--tls-client-ca, whose clients show certificates, or 127.0.0.1, [::1], localhost, unix:"
+            )
 
     @field_validator("metrics")
     @classmethod

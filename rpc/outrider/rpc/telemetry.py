@@ -6,9 +6,13 @@ development: they are kept here, in one place, and not imported from a package t
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -25,11 +29,14 @@ from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
 
+from outrider.rpc.private_files import PRIVATE, warn_if_open
+
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # A few hundred rounds a second, each with five children: the SDK's default of 2048 would drop spans silently.
 MAX_QUEUE_SPANS = 65_536
 MAX_BATCH_SPANS = 2_048
 FLUSH_MS = 1_000
+MAX_TRACE_FILE_BYTES = 256 << 20
 
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -37,22 +44,48 @@ _ID_FIELDS = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
 class TraceFileExporter(SpanExporter):
-    """Writes one ExportTraceServiceRequest per line, as OTLP/JSON. Several processes may append to one file: every line
-    is one unbuffered write."""
+    """Writes one ExportTraceServiceRequest per line, as OTLP/JSON, into a file that its user alone may read, unless it
+    was there before. Several processes may append to one file: every line is one unbuffered write. Where a line would
+    make it larger than `max_bytes` the file begins anew; what it held is kept as `.1`, over what that was."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_TRACE_FILE_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-        self._lock = Lock()
+        self._path, self._max_bytes, self._lock = path, max_bytes, Lock()
+        self._file = self._open(PRIVATE)
+        warn_if_open(path, "the traces")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Appends a line at once, so that a killed process leaves whole lines."""
-        line = otlp_json(spans)
+        line = otlp_json(spans).encode() + b"\n"
         with self._lock:
             if self._file.closed:
                 return SpanExportResult.FAILURE
-            self._file.write(line.encode() + b"\n")
+            self._make_room(len(line))
+            self._file.write(line)
         return SpanExportResult.SUCCESS
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Of several processes one moves a full file, and the others find the new one."""
+        state = os.fstat(self._file.fileno())
+        is_file = stat.S_ISREG(state.st_mode) and not self._path.is_symlink()  # and no pipe, device or /dev/stdout
+        is_full = is_file and 0 < state.st_size > self._max_bytes - num_bytes
+        if self._is_in_place(state) and not is_full:
+            return
+        with self._file as before:  # its lock ends with it
+            fcntl.flock(before, fcntl.LOCK_EX)
+            if self._is_in_place(state):
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file = self._open(stat.S_IMODE(state.st_mode))
+
+    def _is_in_place(self, state: os.stat_result) -> bool:
+        """Whether what is open is what the path names."""
+        try:
+            return os.path.samestat(state, self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _open(self, mode: int) -> FileIO:
+        return open(self._path, "ab", buffering=0, opener=partial(os.open, mode=mode))
 
     def shutdown(self) -> None:
         """Closes the file."""
@@ -109,7 +142,11 @@ class LinkedSampler(Sampler):
 
 
 def setup_tracing(
-    service_name: str, trace_file: Path | None = None, *, follows_links: bool = False
+    service_name: str,
+    trace_file: Path | None = None,
+    max_file_bytes: int = MAX_TRACE_FILE_BYTES,
+    *,
+    follows_links: bool = False,
 ) -> Callable[[], None]:
     """Installs exporters: to a collector if OTEL_EXPORTER_OTLP_(TRACES_)ENDPOINT is set, to a file if one is given,
     else nothing. Returns what flushes and stops them. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and
@@ -122,7 +159,7 @@ def setup_tracing(
 
         exporters.append(OTLPSpanExporter())
     if trace_file is not None:
-        exporters.append(TraceFileExporter(trace_file))
+        exporters.append(TraceFileExporter(trace_file, max_file_bytes))
     if not exporters:
         return lambda: None
     provider = build_provider(service_name, exporters)

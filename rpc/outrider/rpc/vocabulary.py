@@ -6,13 +6,16 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
+
+from outrider.rpc.errors import Internal
 
 MOST_IDS = 1 << 24
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -60,12 +63,31 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     return Vocabulary(num_tokens, fingerprint(token_bytes(backend)))
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked, as at what its author held to be impossible. That is no Exception, and
+    nothing that goes on after errors goes on after it; but its state is whole, and other calls are none the worse."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """In it a panic of the tokenizers library is an Internal error, of the one request whose text it is at."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        said = "the tokenizers library has panicked at what this request has; see the log"
+        raise Internal(said, reason="TOKENIZER_PANIC") from error
+
+
 def load_backend(folder: Path) -> tuple[Backend, dict[str, str]]:
     """The tokenizer as transformers would load it, and its special tokens' texts by name. ValueError for files that are
     none."""
     backend = read_backend(folder / "tokenizer.json")
     named = special_tokens(read_json(folder / "tokenizer_config.json"))
-    complete_backend(backend, named.values())
+    with panics_told():
+        complete_backend(backend, named.values())
     return backend, named
 
 

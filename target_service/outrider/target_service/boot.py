@@ -16,6 +16,7 @@ import torch
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
 from outrider.engine.batch import StepLimits
+from outrider.engine.checkpoint import read_json, unheeded_rules
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
@@ -181,6 +182,8 @@ def located(settings: TargetSettings) -> TargetSettings:
 def load(settings: TargetSettings) -> LoadedModel:
     """The checkpoint, or its function-preserving expansion, built in memory: a large target's cost with a real
     acceptance."""
+    if unheeded := unheeded_rules(read_json(Path(settings.model) / "generation_config.json")):
+        log.warning("%s", unheeded)
     return load_model(
         settings.model,
         dtype=settings.dtype,

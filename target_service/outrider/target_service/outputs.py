@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
+from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs, with_listed
 from outrider.engine.sampler import SamplingRows, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import RowSampling
@@ -128,9 +128,14 @@ def _with_logprobs(
             plans = [SamplingRows(t.sampler, owner.ids[:-1]) for t, owner in zip(targets, owners, strict=True)]
             sampling = assemble(plans, logits.device, None if token_mask is None else token_mask[chosen_rows])
             probs, _ = logits_to_probs(own, sampling)
-        counts = [t.open.sampling.logprobs or 0 for t, owner in zip(targets, owners, strict=True) for _ in owner.ids]
+        asked = [t.open.sampling for t, owner in zip(targets, owners, strict=True) for _ in owner.ids]
+        counts = [0 if one.logprob_token_ids else one.logprobs or 0 for one in asked]
         chosen = [token for owner in owners for token in owner.ids]
-        ranked = iter(top_logprobs(reported_values(mode, own, sampling, probs), chosen, counts))
+        values = reported_values(mode, own, sampling, probs)
+        found = zip(top_logprobs(values, chosen, counts), values, asked, strict=True)
+        ranked = (
+            with_listed(row, of, one.logprob_token_ids) if one.logprob_token_ids else row for row, of, one in found
+        )
         for (index, _), owner in zip(members, owners, strict=True):
             windows[index] = replace(owner, logprobs=tuple(islice(ranked, len(owner.ids))))
     return windows
@@ -155,22 +160,37 @@ def report_prompt(scheduled: ScheduledSequence, logits: Tensor) -> None:
     if next_ids:
         rows = logits[skip : skip + len(next_ids)]
         count, mode = sampling.prompt_logprobs or 0, sampling.logprobs_mode.value
-        kept.extend(position_logprobs(prompt_logprobs(rows, next_ids, count, mode)))
+        listed = _listed(sampling, len(kept) - 1, len(next_ids))
+        kept.extend(position_logprobs(prompt_logprobs(rows, next_ids, count, mode, listed)))
     if len(kept) == target.prompt_len:
         target.sink(PromptLogprobs(target.open.sequence_id, 0, tuple(kept)))
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
-    """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
+def prompt_logprobs(
+    logits: Tensor, next_ids: Sequence[int], count: int, mode: str, listed: Sequence[Sequence[int]]
+) -> list[RowLogprobs]:
+    """Of the prompt tokens that follow each row, [rows, vocab], and of the ids listed for it; processors do not apply
+    to a prompt."""
     raw = f"raw_{mode.rpartition('_')[2]}"
     at_once = RANKED_ON_HOST if logits.device.type == "cpu" else RANKED_ON_DEVICE
     num_rows = max(1, at_once // logits.shape[1])
     found: list[RowLogprobs] = []
     for start in range(0, len(next_ids), num_rows):
         ids, rows = next_ids[start : start + num_rows], logits[start : start + num_rows]
-        found += top_logprobs(reported_values(raw, rows, RowSampling(), rows), ids, [count] * len(ids))
+        values = reported_values(raw, rows, RowSampling(), rows)
+        ranked = top_logprobs(values, ids, [count] * len(ids))
+        more = zip(ranked, values, listed[start : start + num_rows], strict=True)
+        found += [with_listed(row, of, extra, ranked=False) if extra else row for row, of, extra in more]
     return found
+
+
+def _listed(sampling: SamplingParams, first: int, count: int) -> list[Sequence[int]]:
+    """The ids that a request lists for so many rows of its prompt."""
+    given, start = sampling.prompt_logprob_token_ids, sampling.prompt_logprob_start
+    if len(given) == 1:
+        return [given[0] if place >= start else () for place in range(first, first + count)]
+    return [given[row] if 0 <= row < len(given) else () for row in range(first - start, first - start + count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from outrider.rpc.settings import (
     ModelSettings,
     ServerSettings,
     VllmMetrics,
-    is_loopback,
     named_folders,
 )
 
@@ -150,11 +149,8 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
         adapters = self.adapters
-        if self.allow_adapter_changes and self.tls_client_ca is None and not is_loopback(self.listen):
-            raise ValueError(
-                f"allow_adapter_changes (--allow-adapter-changes): others reach listen (--listen), {self.listen}; "
-                "allowed: with --tls-client-ca, whose clients show certificates, or 127.0.0.1, [::1], localhost, unix:"
-            )
+        if self.allow_adapter_changes:
+            self.require_known_callers("allow_adapter_changes")
         if self.engine != "vllm" and (self.max_adapter_rank or 0) > MOST_RANK:
             given = f"max_adapter_rank (--max-adapter-rank): is {self.max_adapter_rank}"
             raise ValueError(f"{given}; allowed: 1 to {MOST_RANK}, with --engine vllm to {MOST_RANK_ON_VLLM}")

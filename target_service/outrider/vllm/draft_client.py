@@ -364,7 +364,7 @@ def sampling_of(request: Any) -> SamplingParams:
 
 def seed_of(seed: int | None) -> int:
     """A draft's noise is its own: two requests must not share it, whatever vLLM draws with. Of a request with a seed
-    it follows from that."""
+    it follows from that. None is told as fresh: vLLM's own, by which drafts are judged, comes again with its engine."""
     if seed is None:
         return secrets.randbits(64)
     digest = hashlib.sha256(f"draft {seed}".encode()).digest()

@@ -19,7 +19,7 @@ PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+[ \t]*(?=\S)|\s+(?=\s\S)|\s
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' + message['content'] + '<|endoftext|>' }}"
+    "{{ '<|assistant|>' + (message['content'] or '') + '<|endoftext|>' }}"
     "{% else %}{{ '<|user|>' + message['content'] }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

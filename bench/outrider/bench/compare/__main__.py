@@ -136,7 +136,7 @@ class CompareSettings(ServiceSettings, EngineSettings):
             return ""  # the target's own
         if not named and not self.pair and any(method_of(part).needs_model for part in method.parts):
             raise ValueError(f"{method.name} drafts with a model: give --draft, as DIR or METHOD=DIR")
-        return str(locate(Path(named[0]))) if named else ""
+        return str(locate(Path(named[0]), drafts_by=method.name)) if named else ""
 
     @property
     def place(self) -> Place:

@@ -16,7 +16,7 @@ from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
-from outrider.engine.models.weights import WeightReader, num_parameters
+from outrider.engine.models.weights import EMBEDDINGS, WeightReader, num_parameters
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
@@ -182,8 +182,8 @@ class Decoder:
         int8: bool = False,  # matrices are rounded to what 8 bits hold, and kept in `dtype`
     ) -> None:
         reader = WeightReader(config, state, dtype, device, int8)
+        self.config = config = reader.config
         keep_plain = num_parameters(config) * dtype.itemsize <= KEEP_PLAIN_BYTES
-        self.config = config
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
@@ -196,7 +196,7 @@ class Decoder:
             kind: (cos[:, None].to(device), sin[:, None].to(device))
             for kind, (cos, sin) in rotary_tables(config, dtype).items()
         }
-        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale, dtype)
+        self._embedding = Embedding(reader.tensor(EMBEDDINGS), config.embedding_scale, dtype)
         self._blocks = tuple(
             _Layer(config, index, reader, batch_invariant, keep_plain) for index in range(config.num_layers)
         )

@@ -72,7 +72,8 @@ MOST_SIZES = {
     "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
     "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
 }  # fmt: skip
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +239,7 @@ def _rotary_dim(hf: Any, head_dim: int, family: Family, rotary_types: tuple[str 
         width = int(head_dim * share)
         problem = None
         if kind not in ROTARY_TYPES:
-            reason = ", which depends on the length of the batch" if kind == "dynamic" else ""
-            problem = f"rope_type: is {kind!r}{reason}; allowed: {', '.join(ROTARY_TYPES)}"
+            problem = f"rope_type: is {kind!r}; allowed: {', '.join(ROTARY_TYPES)}"
         elif not family.partial_rotary and width != head_dim:
             problem = f"partial_rotary_factor: is {share}; allowed: 1.0"
         elif width % 2 or not 0 < width <= head_dim:

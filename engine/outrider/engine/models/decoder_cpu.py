@@ -14,7 +14,7 @@ from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.native_adapters import NativeAdapters
-from outrider.engine.models.weights import WeightReader
+from outrider.engine.models.weights import EMBEDDINGS, HEAD, WeightReader
 from outrider.kernels.cpu import decoder
 from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, RaggedRows
 
@@ -31,7 +31,7 @@ class NativeDecoder:
 
     def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor], int8: bool = False) -> None:
         reader = WeightReader(config, state, torch.float32, torch.device("cpu"))
-        self.config = config
+        self.config = config = reader.config
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.batch_invariant = True
@@ -40,13 +40,13 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        embeddings = reader.tensor_as_stored("model.embed_tokens.weight").clone()  # apart from the file's mapping
+        embeddings = reader.tensor_as_stored(EMBEDDINGS).clone()  # apart from the file's mapping
         rotary = rotary_tables(config, torch.float32)
         self.kernel = CpuDecoder(
             embeddings,
             (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
             reader.norm("model.norm.weight"),
-            embeddings if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
+            embeddings if config.tied_embeddings else reader.tensor_as_stored(HEAD),
             kind=Kind.BYTES if int8 else decoder.kind_for(reader.all_bfloat16()),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,

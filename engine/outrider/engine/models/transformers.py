@@ -293,8 +293,9 @@ PINNED = "outrider_pinned"  # a type that transformers' update leaves alone
 
 
 def pin_rotary(model: nn.Module, max_model_len: int) -> None:
-    """Chooses the factors of every long-RoPE table once, for sequences of up to `max_model_len` tokens. Raises
-    UnsupportedModel for dynamic NTK, whose frequencies have no value that holds for every length."""
+    """Chooses the factors of every long-RoPE table once, for sequences of up to `max_model_len` tokens. Dynamic NTK
+    stays at the frequencies that it has up to the original length. Raises UnsupportedModel for longer sequences, for
+    which no frequencies of it hold at every length."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
@@ -306,7 +307,10 @@ def pin_rotary(model: nn.Module, max_model_len: int) -> None:
 
 def _pin(module: nn.Module, kind: str, layer_type: str | None, max_model_len: int) -> str:
     if "dynamic" in kind:
-        raise UnsupportedModel("dynamic NTK rotary frequencies change with the length of the batch")
+        if max_model_len > (original := getattr(module, "original_max_seq_len", 0)):
+            beyond = f"max_model_len: is {max_model_len}; allowed: at most the original length, {original}"
+            raise UnsupportedModel(f"dynamic NTK rotary frequencies change with the length of the batch; {beyond}")
+        return PINNED
     if kind != "longrope":
         return kind
     table = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")  # [rotary_dim / 2]
@@ -534,6 +538,7 @@ def load_registry_model(
     device: torch.device | str,
     max_model_len: int | None,
     trust_remote_code: bool = False,
+    weights: str = "model.safetensors",  # the file in the folder, or the index of several
 ) -> CausalLM:
     """Reads safetensors only, from local files only. Without `max_model_len` the model's own limit holds. Raises
     UnsupportedModel, which names checkpoint, architecture and reason, as far as possible before any weight is read."""
@@ -542,7 +547,7 @@ def load_registry_model(
         refuse_early(parsed)
         length = _max_model_len(parsed, max_model_len)
         check_architecture(parsed, length, trust_remote_code=trust_remote_code)
-        return _load(path, parsed, dtype, device, length, trust_remote_code)
+        return _load(path, parsed, dtype, device, length, trust_remote_code, weights)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path} ({config.get('model_type')}) is not served: {error}") from error
 
@@ -586,6 +591,10 @@ def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
     return length
 
 
+# Where transformers looks for an adapter, and finds none: one that lies beside the weights would be applied to them.
+NO_ADAPTER = {"subfolder": "no-adapter"}
+
+
 def _load(
     path: str | Path,
     config: PreTrainedConfig,
@@ -593,8 +602,10 @@ def _load(
     device: torch.device | str,
     max_model_len: int,
     trust_remote_code: bool,
+    weights: str,
 ) -> RegistryModel:
     register_attention()
+    config.transformers_weights = weights  # what transformers reads is what was chosen, and hashed
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -604,6 +615,7 @@ def _load(
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            adapter_kwargs=dict(NO_ADAPTER),
             output_loading_info=True,
         )
     except (SafetensorError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +16,11 @@ from outrider.engine.models.decoder_config import DecoderConfig, turned_first
 from outrider.kernels.cpu.decoder import is_bfloat16
 from outrider.kernels.layers.reference import through_int8
 
+log = logging.getLogger(__name__)
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
+_BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # as a model names them that was saved without its head's class
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
 MTP_PREFIX = "model.mtp_layers."  # layers that a head drafts with
 _VISION_PREFIXES = (*_VISION_PARTS, *(f"model.{part}" for part in _VISION_PARTS))
@@ -39,11 +45,11 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        EMBEDDINGS: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     linears = [
         ("self_attn.o_proj", hidden, heads, config.output_bias),
         ("mlp.down_proj", hidden, width, config.mlp_bias),
@@ -76,22 +82,41 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def text_model_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Of a text model with a vision tower: the text model's tensors alone, under their own names. Others unchanged."""
-    if not any(name.startswith(_TEXT_MODEL_PREFIXES) for name in state):
+    """The text model's tensors by the names that a causal language model has: of one with a vision tower, which is
+    left out, and of one that was saved without the class of its head. Others unchanged. Raises WrongCheckpoint."""
+    if not any(name.startswith((*_TEXT_MODEL_PREFIXES, *_BASE_PARTS)) for name in state):
         return state
-    return {_own_name(name): tensor for name, tensor in state.items() if not name.startswith(_VISION_PREFIXES)}
+    names = [name for name in state if not name.startswith(_VISION_PREFIXES)]
+    renamed = {_own_name(name): state[name] for name in names}
+    if len(renamed) < len(names):
+        raise WrongCheckpoint("it holds tensors twice, under the names of two layouts")
+    return renamed
+
+
+def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[DecoderConfig, Mapping[str, Tensor]]:
+    """`state` by its names in a causal language model, and whether its head is tied, by what it holds and not by the
+    configuration alone, as transformers decides it: a head that differs from the embeddings is the model's own; one
+    that is there without them is both."""
+    state = text_model_state(state)
+    if not config.tied_embeddings or HEAD not in state:
+        return config, state
+    if EMBEDDINGS in state and not are_equal(state[EMBEDDINGS], state[HEAD]):
+        return replace(config, tied_embeddings=False), state
+    others = {name: tensor for name, tensor in state.items() if name != HEAD}
+    return config, {EMBEDDINGS: state[HEAD]} | others
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """The same numbers, in whatever types."""
+    common = torch.promote_types(one.dtype, other.dtype)
+    return torch.equal(one.to(common), other.to(common))
 
 
 def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
     """Raises WrongCheckpoint that names missing, unexpected and misshapen tensors."""
     state = _meta(state)
     expected = expected_shapes(config)
-    ignored = {"lm_head.weight"} if config.tied_embeddings else set()
-    names = {
-        name
-        for name in state
-        if name not in ignored and not name.endswith("rotary_emb.inv_freq") and not name.startswith(MTP_PREFIX)
-    }
+    names = {name for name in state if not name.endswith("rotary_emb.inv_freq") and not name.startswith(MTP_PREFIX)}
     problems = [
         *(f"missing {name}" for name in sorted(expected.keys() - names)),
         *(f"unexpected {name}" for name in sorted(names - expected.keys())),
@@ -119,9 +144,15 @@ class WeightReader:
         device: torch.device,
         int8: bool = False,  # matrices that rows are multiplied with are rounded to what 8 bits hold
     ) -> None:
-        state = text_model_state(state)
+        given, (config, state) = config, with_its_head(config, state)
+        if config.tied_embeddings != given.tied_embeddings:
+            log.warning(
+                "config.json has tie_word_embeddings, and %s differs from the embeddings: it is used, as transformers "
+                "does; tie_word_embeddings: false would say so",
+                HEAD,
+            )
         check_state(config, state)
-        self._config = config
+        self.config = config  # whose head is tied where the checkpoint's is
         self._state = state
         self._parts = fused_parts(config)
         self._dtype = dtype
@@ -144,8 +175,8 @@ class WeightReader:
 
     def head(self, embeddings: Tensor) -> Tensor:  # [vocab, hidden]
         """The head's weight: the embeddings themselves, where they are tied and not to be rounded."""
-        if not self._config.tied_embeddings:
-            return self._copy(self._rounded(self._state["lm_head.weight"]))
+        if not self.config.tied_embeddings:
+            return self._copy(self._rounded(self._state[HEAD]))
         return self._rounded(embeddings)
 
     def tensor_as_stored(self, name: str) -> Tensor:
@@ -154,11 +185,11 @@ class WeightReader:
 
     def all_bfloat16(self) -> bool:
         """Whether the matrices that rows are multiplied with, of every layer and the head, are bfloat16 numbers."""
-        unused = set() if self._config.tied_embeddings else {"model.embed_tokens.weight"}
+        unused = set() if self.config.tied_embeddings else {EMBEDDINGS}
         meta = _meta(self._state)
         return all(
             name in unused or meta[name].dtype == torch.bfloat16 or is_bfloat16(self._state[name])
-            for name, shape in expected_shapes(self._config).items()
+            for name, shape in expected_shapes(self.config).items()
             if len(shape) == 2
         )
 
@@ -166,11 +197,11 @@ class WeightReader:
         """A norm's factors. Gemma's, which are one more than what the checkpoint holds, are float32 whatever the rows
         are: there they multiply before the rounding."""
         weight = self.tensor(name)
-        return 1.0 + weight.float() if self._config.family.norms_from_one else weight
+        return 1.0 + weight.float() if self.config.family.norms_from_one else weight
 
     def block_norms(self, prefix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Of a layer: before attention, before the feed-forward, after attention, after the feed-forward."""
-        before, before_wide, *after = _block_norms(self._config)
+        before, before_wide, *after = _block_norms(self.config)
         after_attention, after_wide = (None if name is None else self.norm(f"{prefix}{name}.weight") for name in after)
         return (
             self.norm(f"{prefix}{before}.weight"),
@@ -181,10 +212,10 @@ class WeightReader:
 
     def qk_norm(self, prefix: str) -> Tensor | None:  # [heads + kv_heads, head_dim]
         """Of the queries and keys of a layer, head by head."""
-        if not self._config.family.qk_norm:
+        if not self.config.family.qk_norm:
             return None
         query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         return torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
 
     def _rounded(self, weight: Tensor) -> Tensor:
@@ -200,8 +231,8 @@ class WeightReader:
         stem, projection, kind = name.rsplit(".", 2)
         fused, rows = self._parts.get(projection, (projection, slice(None)))
         part = self._state[f"{stem}.{fused}.{kind}"][rows]
-        if projection in ("q_proj", "k_proj") and self._config.rotary_dim != self._config.head_dim:
-            part = turned_first(part, self._config.head_dim, self._config.rotary_dim)
+        if projection in ("q_proj", "k_proj") and self.config.rotary_dim != self.config.head_dim:
+            part = turned_first(part, self.config.head_dim, self.config.rotary_dim)
         return part
 
     def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
@@ -222,10 +253,12 @@ def _meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _own_name(name: str) -> str:
-    """transformers 5 writes model.language_model.layers..., those before it language_model.model.layers..."""
+    """transformers 5 writes model.language_model.layers..., those before it language_model.model.layers..., and either
+    of a model without its head's class layers..., behind language_model. or not."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
-    return name.removeprefix("language_model.")
+    name = name.removeprefix("language_model.")
+    return f"model.{name}" if name.startswith(_BASE_PARTS) else name
 
 
 def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | None]:

@@ -25,6 +25,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -41,7 +42,7 @@ from outrider.gateway.http.errors import (
     on_outrider_error,
     plain_error,
 )
-from outrider.gateway.http.handshakes import Handshakes
+from outrider.gateway.http.handshakes import Handshake
 from outrider.gateway.http.protocol import HttpOptions, options_of, read_chat, read_completion
 from outrider.gateway.http.responses import responses_endpoint
 from outrider.gateway.http.serving import (
@@ -288,8 +289,17 @@ def build_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     if tokens is not None:
         app.add_middleware(Authorized, tokens=tokens)
+    if options.allowed_origins:  # before tokens: a browser asks whether it may ask, and shows none
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "retry-after-ms"],
+        )
     if local:
         app.add_middleware(CalledLocal)
+    app.add_middleware(Framed)
     app.state.options = options
     app.state.bodies = Shares("bytes of bodies under way", BODIES_AT_ONCE * options.max_body_bytes)
     return app
@@ -309,6 +319,26 @@ class Authorized:
             except Unauthenticated as error:
                 await error_response(error)(scope, receive, send)
                 return
+        await self._app(scope, receive, send)
+
+
+class Framed:
+    """Before all else: refuses a request that says in two ways where its body ends, or by a transfer coding in
+    HTTP/1.0, which has none, and ends its connection. A proxy may have gone by the other way: what it sent on as a body
+    would be another request here, that nobody has looked at (RFC 9112, 6.1)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+            problem = "stands beside content-length, or in HTTP/1.0; allowed: one of both, in HTTP/1.0 content-length"
+            refusal = plain_error(400, f"transfer-encoding: {problem}")
+            refusal.headers["connection"] = "close"
+            await refusal(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -350,6 +380,8 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_BESIDE = 1024  # connections that wait for nothing: idle ones, scrapes, probes
 BODIES_AT_ONCE = 64  # of the largest kind, that may be under way; far more of others
+BACKLOG = 1024  # connections that the system holds until they are accepted
+ACCEPTED_AT_ONCE = 16  # of these, in one turn of the loop, which others wait for
 KEEP_ALIVE_S = 30  # between two requests of a connection
 HEAD_S = 10.0
 _SETTLE_S = 0.02
@@ -372,24 +404,25 @@ class HttpServer:
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
         most = engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE
-        if tls is not None:
-            self._socket = Handshakes(self._socket, Shares("handshakes", most), HEAD_S)
         config = uvicorn.Config(
             # With TLS the certificate's names are those that a browser calls it by.
             build_app(engine, ready, options, siblings, tokens, is_loopback(listen) and tokens is None and tls is None),
             loop="none",  # the gateway's runs already
-            http=_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most), self._socket),
+            http=_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most)),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         config.load()
-        config.ssl = None if tls is None else tls.http_context()
+        self._handshakes = Shares("handshakes", most)
+        if tls is not None:
+            config.http_protocol_class = _over_tls(tls, config.http_protocol_class, self._handshakes)
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -400,6 +433,7 @@ class HttpServer:
             await asyncio.sleep(_SETTLE_S)
         if self._task.done():
             self._task.result()
+        self._socket.listen(BACKLOG)  # uvicorn has told the system its own
 
     def drain(self) -> None:
         """Takes no new connection; what runs goes on, up to the grace period."""
@@ -424,9 +458,13 @@ class _Embedded(uvicorn.Server):
         yield
 
 
-def _protocol(
-    tls: ServerTls | None, stall_s: float, connections: Shares, listening: socket.socket
-) -> type[StallProtocol]:
+def _over_tls(tls: ServerTls, protocol: type[asyncio.Protocol], shares: Shares) -> Any:
+    """In its place: makes what shakes hands first. uvicorn's own way is asyncio's TLS."""
+    context = tls.http_context()
+    return lambda **given: Handshake(lambda: protocol(**given), context, shares, HEAD_S)
+
+
+def _protocol(tls: ServerTls | None, stall_s: float, connections: Shares) -> type[StallProtocol]:
     """HTTP/1.1 whose connections end where a request's head takes longer than HEAD_S, from the first on; with TLS those
     of clients that may not call end with the handshake. One too many ends at once: those that are there go on."""
 
@@ -436,8 +474,6 @@ def _protocol(
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
-            if isinstance(listening, Handshakes):
-                listening.over(transport.get_extra_info("socket").fileno())
             if tls is not None and not tls.admits(transport.get_extra_info("ssl_object").getpeercert()):
                 transport.abort()
             host = self.client[0] if self.client else LOCAL
@@ -483,7 +519,7 @@ def _bind(listen: str, reuse_port: bool) -> tuple[socket.socket, str]:
         bound = socket.create_server(
             address[:2],
             family=family,
-            backlog=1024,
+            backlog=BACKLOG,
             reuse_port=reuse_port,
             dualstack_ipv6=family == socket.AF_INET6 and host == "::",
         )

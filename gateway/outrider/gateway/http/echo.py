@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import renamed
+from outrider.gateway.field_names import renamed
 from outrider.gateway.http.protocol import EchoedPrompt, OpenAIRequest
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts, finite
 from outrider.gateway.request import GenerationDelta, GenerationRequest, encoded
@@ -41,8 +41,7 @@ async def _echoed(
             _, ids = await encoded(request, engine.tokenizer, longest)
     except OutriderError as error:
         raise renamed(error, names, longest) from error
-    keep = None if request.sampling is None else request.sampling.truncate_prompt_tokens
-    kept = ids[-keep:] if isinstance(keep, int) and keep > 0 else ids
+    kept = request.truncated(ids)
     text = request.text
     if text is None or kept != ids:
         is_taken = len(kept) < longest and not {int}.symmetric_difference(map(type, kept))
@@ -100,11 +99,11 @@ def echoed_logprobs(
     for _, candidates in zip_longest(prompt.ids[1:], positions[1:], fillvalue=()):
         values.append(finite(candidates[0].logprob) if candidates else None)
         kept = [entry for at, entry in enumerate(candidates) if count < 0 or not at or entry.rank <= count]
-        tops.append({texts.text(entry.id): finite(entry.logprob) for entry in kept} if count else None)
+        tops.append({texts.name(entry.id): finite(entry.logprob) for entry in kept} or None)
     offsets = []
     for token_id in prompt.ids:
         offsets.append(place.offset)
         if not texts.is_special(token_id) or prompt.text.startswith(texts.text(token_id), place.offset):
             place.advance(texts.raw(token_id))  # else the tokenizer has added it
-    tokens = [texts.text(token_id) for token_id in prompt.ids]
+    tokens = [texts.name(token_id) for token_id in prompt.ids]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

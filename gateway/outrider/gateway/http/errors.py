@@ -1,12 +1,9 @@
 """Errors in OpenAI's shape. They are the gateway's own, as gRPC clients get them; only fields that HTTP calls by
-another name are renamed."""
+another name are renamed (`field_names`)."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -43,7 +40,6 @@ _PARAMS = {
     "ADAPTER_NOT_FOUND": "model",
     OTHER_MODEL: "system_fingerprint",
 }  # of what no violation is given
-_FIELD = re.compile(r"([a-z_]+(?:\.[a-z_]+)*(?:\[\d+\])?): ")
 
 
 def http_status(error: OutriderError) -> int:
@@ -97,29 +93,6 @@ async def on_bug(request: Request, error: Exception) -> Response:
 def invalid(field: str, problem: str) -> InvalidArgument:
     """A refusal of one field."""
     return InvalidArgument.of([Violation(field, problem)])
-
-
-def renamed(error: OutriderError, names: Mapping[str, str], max_model_len: int) -> OutriderError:
-    """The error with its fields as HTTP calls them. `names` maps the protocol's names, or what they begin with. What is
-    too long is told in OpenAI's words, too: libraries look for them."""
-    violations = error.violations
-    if not violations and isinstance(error, InvalidArgument) and (found := _FIELD.match(error.message)):
-        violations = (Violation(found[1], error.message[found.end() :]),)  # a target's refusal is text alone
-    if not violations:
-        return error
-    told = InvalidArgument.of(replace(item, field=_rename(item.field, names)) for item in violations)
-    if told.reason != TOO_LONG:
-        return told
-    message = f"{told.message}. This model's maximum context length is {max_model_len} tokens."
-    return InvalidArgument(message, reason=TOO_LONG, violations=told.violations)
-
-
-def _rename(field: str, names: Mapping[str, str]) -> str:
-    field = field.removeprefix("open.").removeprefix("sampling.")
-    for name in sorted(names, key=len, reverse=True):
-        if field == name or field.startswith((f"{name}[", f"{name}.")):
-            return names[name] + field[len(name) :]
-    return field
 
 
 def _param(error: OutriderError) -> str | None:

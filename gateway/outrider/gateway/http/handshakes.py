@@ -1,64 +1,96 @@
-"""TLS handshakes under way: connections that the server's protocol does not know of yet. They are bounded in number, in
-all and of one host, and in time; else whoever opens connections and says nothing would take all descriptors."""
+"""Connections that have yet to shake hands over TLS, and what ends TLS behind that. They are bounded in number, in all
+and of one host, in time and in memory; else whoever opens connections and says nothing would take all descriptors, and
+with asyncio's own TLS, which holds a quarter of a MiB for each of them until the collector comes, all memory."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from ssl import MemoryBIO, SSLContext
+from typing import Any, cast
 
-from outrider.gateway.http.shares import Shares
+from outrider.gateway.http.shares import LOCAL, Shares
 from outrider.rpc.errors import ResourceExhausted
 
+FIRST_BYTES = 512  # of a ClientHello; what is left of it is read next
 
-class Handshakes(socket.socket):
-    """A listening socket, in the place of the one that it is made of: a connection has so many seconds for its
-    handshake, and one that is more than a share is closed unheard."""
 
-    def __init__(self, listening: socket.socket, shares: Shares, seconds: float) -> None:
-        super().__init__(listening.family, listening.type, listening.proto, fileno=listening.detach())
-        self.setblocking(False)
+class Handshake(asyncio.BufferedProtocol):
+    """A new connection. TLS begins with its first bytes, so that a silent one costs next to nothing; behind it is what
+    `make_protocol` makes. It ends if no hands are shaken in so many seconds, and at once where it is one too many."""
+
+    def __init__(
+        self, make_protocol: Callable[[], asyncio.Protocol], context: SSLContext, shares: Shares, seconds: float
+    ) -> None:
+        self._make_protocol, self._context = make_protocol, context
         self._shares, self._seconds = shares, seconds
-        self._under_way: dict[int, tuple[str, asyncio.TimerHandle]] = {}  # by descriptor: whose, and its end
+        self._holder: str | None = None  # of one of the shares
 
-    def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection. ConnectionAbortedError for one too many, as where it has gone before."""
-        accepted, address = super().accept()
-        connection = _Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        who = address[0]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Its time begins."""
+        self._transport = cast(asyncio.Transport, transport)
+        host = (transport.get_extra_info("peername") or [LOCAL])[0]
         try:
-            self._shares.take(who)
-        except ResourceExhausted as error:
-            connection.close()
-            raise ConnectionAbortedError(error.message) from None
-        timer = asyncio.get_running_loop().call_later(self._seconds, connection.end)
-        self._under_way[connection.fileno()] = who, timer
-        connection.on_close = self.over
-        return connection, address
+            self._shares.take(host)
+        except ResourceExhausted:
+            self._transport.abort()
+            return
+        self._holder = host
+        self._late = asyncio.get_running_loop().call_later(self._seconds, self._transport.abort)
 
-    def over(self, descriptor: int) -> None:
-        """That connection's handshake has ended, well or not."""
-        if descriptor in self._under_way:
-            who, timer = self._under_way.pop(descriptor)
-            timer.cancel()
-            self._shares.give(who)
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """For its first bytes."""
+        self._first = bytearray(FIRST_BYTES)
+        return self._first
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """TLS takes over."""
+        tls = _Tls(self, self._make_protocol(), self._context)
+        self._transport.set_protocol(tls)
+        tls.connection_made(self._transport)
+        tls.get_buffer(nbytes)[:nbytes] = self._first[:nbytes]
+        tls.buffer_updated(nbytes)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has said nothing."""
+        self.over()
+
+    def over(self) -> None:
+        """Hands are shaken, or will not be."""
+        if self._holder is not None:
+            self._late.cancel()
+            self._shares.give(self._holder)
+            self._holder = None
 
 
-class _Connection(socket.socket):
-    """One that tells of its end."""
+class _Tls(SSLProtocol):
+    """asyncio's, with a smaller buffer, and without it once the connection has ended: a handshake that failed lies in
+    a cycle with its error, and a connection in one with its last request, until the collector comes."""
 
-    on_close: Callable[[int], None] | None = None
+    max_size = 16 << 10  # bytes read at once: a record
 
-    def end(self) -> None:
-        """Nothing more is heard or said; its transport sees that, and closes it."""
-        with suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)
+    def __init__(self, handshake: Handshake, protocol: asyncio.Protocol, context: SSLContext) -> None:
+        no_waiter: Any = None
+        super().__init__(asyncio.get_running_loop(), protocol, context, no_waiter, server_side=True)
+        self._handshake: Handshake | None = handshake
 
-    def close(self) -> None:
-        """Once."""
-        if self.on_close is not None:
-            self.on_close(self.fileno())
-            self.on_close = None
-        super().close()
+    def buffer_updated(self, nbytes: int) -> None:
+        """More has come."""
+        super().buffer_updated(nbytes)
+        if self._handshake is not None and "ssl_object" in self._extra:
+            self._handshake.over()
+            self._handshake = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """What is large goes with it."""
+        super().connection_lost(exc)
+        if self._handshake is not None:
+            self._handshake.over()
+        if exc is not None:
+            exc.__traceback__ = None
+        self._extra.clear()
+        self._ssl_buffer = bytearray()
+        self._ssl_buffer_view = memoryview(self._ssl_buffer)
+        self._incoming = self._outgoing = MemoryBIO()
+        self._sslobj: Any = None

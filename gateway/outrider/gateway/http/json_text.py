@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
+
+JOINED = 4096  # pieces at once
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))  # as starlette's
@@ -30,5 +33,6 @@ class InPieces(JSONResponse):
     """A JSONResponse's bytes."""
 
     def render(self, content: Any) -> bytes:
-        """Written in as many calls as it has values."""
-        return "".join(_STRICT.iterencode(content)).encode()
+        """Written in as many calls as it has values, and joined in several, too."""
+        pieces = _STRICT.iterencode(content)
+        return b"".join("".join(some).encode() for some in iter(lambda: list(islice(pieces, JOINED)), []))

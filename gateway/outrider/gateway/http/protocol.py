@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -29,12 +30,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES, SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import http_status, invalid, renamed
+from outrider.gateway.field_names import renamed
+from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
 from outrider.gateway.media import MediaSource
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
+from outrider.gateway.request import TRUNCATION_SIDES, GenerationRequest, SpeculationOptions
 from outrider.gateway.text.chat import PICTURE, check_num_messages
-from outrider.gateway.text.json_values import ALLOWED, parse_json
+from outrider.gateway.text.json_values import ALLOWED, RepeatedKey, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc import telemetry as names
@@ -42,6 +44,7 @@ from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Viola
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_N
 from outrider.rpc.sampling_params import (
+    ALL_LOGPROBS,
     DEFAULT_SAMPLING,
     PARAMETERS,
     AcceptanceRule,
@@ -66,9 +69,12 @@ NAMES = {
     "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
+_ID = re.compile(r"0|-?[1-9][0-9]{0,9}")  # as a key, in one form alone; the validator knows which are there
 _FURTHER = tuple(name for name, row in PARAMETERS.items() if row.http == "")  # sampling parameters by their own names
+VERBOSITIES = ("low", "medium", "high")
 BUDGET = "thinking_token_budget"
 NO_BUDGET = -1
+_NOT_EMPTY = ("allowed_token_ids", "logprob_token_ids")
 # Of guided_*: structured_outputs' name and the protocol's.
 _GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 _deprecated = OnceWarnings("deprecated, use structured_outputs: %s")
@@ -84,6 +90,8 @@ class HttpOptions:
     spec_decode_metrics: str = "none"  # what an answer says of its drafts: none, summary or detailed
     operator_paths: bool = True  # the live page and /metrics, which are not for clients
     stall_s: float = 60.0  # that a client may read nothing while more is held back for it
+    allowed_origins: tuple[str, ...] = ()  # of other sites, whose pages may ask, too; "*": of all
+    request_metrics: bool = False  # an answer says when it was scheduled and its tokens came
 
 
 def options_of(request: Request) -> HttpOptions:
@@ -126,7 +134,9 @@ async def read_body(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in some bytes."""
     try:
-        values = parse_json(raw.decode("utf-8-sig"))
+        values = parse_json(raw.decode("utf-8-sig"), unique_keys=True)
+    except RepeatedKey as error:
+        raise invalid("body", f"has the key {quoted(str(error))} twice; allowed: each key of an object once") from None
     except ValueError:
         raise invalid("body", f"is no JSON; allowed: {ALLOWED}, in UTF-8") from None
     if not isinstance(values, dict):
@@ -146,6 +156,17 @@ def one_of(names: Sequence[str]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def whole(low: int, high: int) -> BeforeValidator:
+    """A whole number in a closed range."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not int or not low <= value <= high:
+            raise refusal(f"is {shown(value)}; allowed: a whole number, {low} to {high}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _unsupported(*harmless: Any) -> BeforeValidator:
@@ -176,9 +197,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream ends with."""
+    """What a stream ends with, and what its pieces say beside."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Speculation(Body):
@@ -207,6 +229,8 @@ class ResponseFormat(Body):
         "", validate_default=True
     )
     json_schema: dict[str, Any] = {}
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of a JSON object
+    value: dict[str, Any] | None = None  # TGI's name of the same
     format: dict[str, Any] | None = None  # of a structural tag; the next two are its older form
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
@@ -216,7 +240,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return StructuredOutput(json_object=True)
+            return self._object()
         if self.type == "structural_tag":
             told = self.model_dump(include={"type", "format", "structures", "triggers"}, exclude_none=True)
             return StructuredOutput(structural_tag=json.dumps(told))
@@ -225,6 +249,12 @@ class ResponseFormat(Body):
             problem = "missing" if schema is None else shown(schema)
             raise invalid("response_format.json_schema.schema", f"is {problem}; allowed: a JSON schema")
         return StructuredOutput(json_schema=json.dumps(schema))
+
+    def _object(self) -> StructuredOutput:
+        if self.object_schema and self.value:
+            raise invalid("response_format.value", "is given beside schema; allowed: one of them")
+        schema = self.object_schema or self.value
+        return StructuredOutput(json_schema=json.dumps(schema)) if schema else StructuredOutput(json_object=True)
 
 
 class StructuredOutputs(Body):
@@ -316,17 +346,32 @@ class OpenAIBody(Body):
     speculation: Speculation | None = None
     prediction: Prediction | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # how log probabilities name tokens
+    truncation_side: Annotated[str, one_of(TRUNCATION_SIDES)] = "left"
+    add_special_tokens: bool | None = None  # None: to a text, and not to what a chat template has written
+    max_reasoning_tokens: Any = None
+    thinking_token_budget: Any = None  # vLLM's name of it
     output_ids: list[Any] = []  # resumes: what the client has of each completion; of one alone its ids
     request_id: str | None = None
     n: Any = 1
     priority: Any = 0
     cache_salt: str = ""
     system_fingerprint: str = ""
-    timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
+    timeout_ms: Annotated[int | None, whole(1, MAX_TIMEOUT_MS)] = None
     prompt_logprobs: Any = None
 
     use_beam_search: Unsupported = None
     logits_processors: Unsupported = None
+    watermarking: Unsupported = None
+    repetition_detection: Unsupported = None
+    return_token_offsets: Unsupported = None
+    return_prompt_text: Unsupported = None
+    prompt_embeds: Unsupported = None
+    vllm_xargs: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    ec_transfer_params: Unsupported = None
+    media_io_kwargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
 
     @property
     def echoes(self) -> bool:
@@ -334,10 +379,34 @@ class OpenAIBody(Body):
         return False
 
     @property
+    def continued_text(self) -> str:
+        """Of a message that is there already, and that the answer begins with."""
+        return ""
+
+    @property
+    def effort(self) -> str:
+        """Of reasoning; empty: the model's own."""
+        return ""
+
+    @property
+    def reasoning(self) -> ReasoningOptions | None:
+        """None where nothing is said of it."""
+        most = self.max_reasoning_tokens
+        if self.thinking_token_budget is not None:
+            if most is not None:
+                raise invalid(BUDGET, "is given beside max_reasoning_tokens; allowed: one of them")
+            most = None if self.thinking_token_budget == NO_BUDGET else self.thinking_token_budget
+        if not self.effort and most is None:
+            return None
+        return ReasoningOptions(max_tokens=most, effort=self.effort)
+
+    @property
     def names(self) -> dict[str, str]:
         """NAMES as this body has them: a constraint has three, and what was generated before is one list or several."""
         places = [f"[{place}]" for place in range(len(self.output_ids))][:MAX_N] if self._has_lists else [""]
         names = NAMES | {f"output_ids[{place}].ids": f"output_ids{own}" for place, own in enumerate(places)}
+        if self.thinking_token_budget is not None:
+            names["reasoning.max_tokens"] = BUDGET
         if self.structured_outputs is not None:
             return {**names, **_STRUCTURED}
         kind = next(iter(self._guided), None)
@@ -374,6 +443,9 @@ class OpenAIBody(Body):
         headers: Mapping[str, str] = {} if request is None else request.headers
         return GenerationRequest(
             sampling=self._sampling(engine.verifier.info.model.default_sampling),
+            truncation_side=self.truncation_side,
+            add_special_tokens=self.add_special_tokens,
+            reasoning=self.reasoning,
             prediction=None if self.prediction is None else self.prediction.text,
             speculation=SpeculationOptions() if self.speculation is None else self.speculation.options(),
             request_id=headers.get("x-request-id", "") if self.request_id is None else self.request_id,
@@ -439,7 +511,7 @@ def _from_json(name: str, value: Any) -> Any:
     if isinstance(default, tuple):
         if not isinstance(value, list):
             raise invalid(name, f"is {shown(value)}; allowed: a list")
-        if name == "allowed_token_ids" and not value:  # in the protocol empty is all; whoever sends a list means some
+        if name in _NOT_EMPTY and not value:  # in the protocol empty is all, or none; whoever sends a list means some
             raise invalid(name, "is empty; allowed: at least one token id, or leave it out")
         return tuple(value)
     if name == "seed" and isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 0:
@@ -453,11 +525,10 @@ def _biases(name: str, given: Any) -> dict[int, Any]:
         raise invalid(name, f"is {shown(given)}; allowed: an object")
     biases = {}
     for key, value in given.items():
-        try:
-            biases[int(key)] = value
-        except ValueError:
+        if not _ID.fullmatch(key):
             where = f"{name}[{key[:MAX_SHOWN]}]"
-            raise invalid(where, "is for no token id; allowed: whole numbers as texts") from None
+            raise invalid(where, "is for no token id; allowed: whole numbers as texts")
+        biases[int(key)] = value
     return biases
 
 
@@ -500,9 +571,14 @@ class ChatMessage(Body):
         given = "content" in self.model_fields_set
         return {**message, "content": message["content"] if given else None, "tool_calls": calls}
 
+    @property
+    def text(self) -> str:
+        """Its parts that are texts."""
+        return "\n".join(part for part in self.content if isinstance(part, str))
+
     def _content(self) -> str | list[dict[str, str]]:
         if all(isinstance(part, str) for part in self.content):
-            return "\n".join(self.content)
+            return self.text
         return [{"type": "text", "text": part} if isinstance(part, str) else dict(PICTURE) for part in self.content]
 
 
@@ -511,6 +587,7 @@ class ChatBody(OpenAIBody):
 
     messages: list[ChatMessage] = Field([], min_length=1, validate_default=True)
     add_generation_prompt: bool = True
+    echo: bool = False
     max_tokens: Any = None
     max_completion_tokens: Any = None  # OpenAI's newer name
     logprobs: bool = False
@@ -526,31 +603,29 @@ class ChatBody(OpenAIBody):
     modalities: Annotated[Any, _unsupported(None, ["text"])] = None
     web_search_options: Unsupported = None
     reasoning_effort: str = ""
-    max_reasoning_tokens: Any = None
-    thinking_token_budget: Any = None  # vLLM's name of it
     include_reasoning: bool = True
-    verbosity: Unsupported = None
-    continue_final_message: Unsupported = None
-    chat_template: Unsupported = None
-    documents: Unsupported = None
+    verbosity: Annotated[str | None, one_of(VERBOSITIES)] = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] = []
 
     @property
-    def reasoning(self) -> ReasoningOptions | None:
-        """None where nothing is said of it."""
-        most = self.max_reasoning_tokens
-        if self.thinking_token_budget is not None:
-            if most is not None:
-                raise invalid(BUDGET, "is given beside max_reasoning_tokens; allowed: one of them")
-            most = None if self.thinking_token_budget == NO_BUDGET else self.thinking_token_budget
-        if not self.reasoning_effort and most is None:
-            return None
-        return ReasoningOptions(max_tokens=most, effort=self.reasoning_effort)
+    def opens_answer(self) -> bool:
+        """Whether the answer is a new message."""
+        opens = self.add_generation_prompt
+        if self.continue_final_message and opens and "add_generation_prompt" in self.model_fields_set:
+            raise invalid("continue_final_message", "is given with add_generation_prompt; allowed: one of them")
+        return opens and not self.continue_final_message
 
     @property
-    def names(self) -> dict[str, str]:
-        """As of all bodies; the bound by the name that it has here."""
-        own = {"reasoning.max_tokens": BUDGET} if self.thinking_token_budget is not None else {}
-        return {**super().names, **own}
+    def effort(self) -> str:
+        """As asked."""
+        return self.reasoning_effort
+
+    @property
+    def continued_text(self) -> str:
+        """Of the last message, where it is the assistant's and `echo` asks for it."""
+        return self.messages[-1].text if self.echo and self.messages[-1].role == "assistant" else ""
 
 
 class CompletionBody(OpenAIBody):
@@ -562,7 +637,6 @@ class CompletionBody(OpenAIBody):
     logprobs: Any = None
 
     suffix: Unsupported = None
-    prompt_embeds: Unsupported = None
 
     @property
     def echoes(self) -> bool:
@@ -596,6 +670,12 @@ class OpenAIRequest:
         return self.requests[0].n
 
     @property
+    def num_shown(self) -> int | None:
+        """Of the candidates that come for each token; all, where ids were listed."""
+        sampling = self.requests[0].sampling
+        return ALL_LOGPROBS if sampling is not None and sampling.logprob_token_ids else self.num_logprobs
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Of each of a prompt's tokens; None: the target tells none."""
         sampling = self.requests[0].sampling
@@ -603,11 +683,9 @@ class OpenAIRequest:
 
 
 B = TypeVar("B", bound=Body)
-_MILLISECONDS = f"a whole number, 1 to {MAX_TIMEOUT_MS}"
 _ALLOWED = {  # by pydantic's name of what is wrong
     "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
-    "model_type": "an object", "int_type": _MILLISECONDS, "int_from_float": _MILLISECONDS,
-    "greater_than_equal": _MILLISECONDS, "less_than_equal": _MILLISECONDS,
+    "model_type": "an object",
 }  # fmt: skip
 
 
@@ -640,15 +718,21 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
     body = validated(ChatBody, values)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "is given without logprobs; allowed: only with logprobs true")
+    if body.chat_template and not engine.config.trust_request_chat_template:
+        problem = "is given, and this gateway takes none from requests; allowed: leave it out"
+        raise invalid("chat_template", f"{problem} (--trust-request-chat-template)")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, limit_name)
+    verbosity = {} if body.verbosity is None else {"verbosity": body.verbosity}
     chat = body.request(request, engine)
     chat = replace(
         chat,
         messages=tuple(message.rendered() for message in body.messages),
-        add_generation_prompt=body.add_generation_prompt,
-        reasoning=body.reasoning,
+        add_generation_prompt=body.opens_answer,
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template or None,
+        documents=tuple(body.documents),
         sampling=replace(
             chat.sampling or DEFAULT_SAMPLING,
             max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,
@@ -658,7 +742,7 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
         tools=tuple(body.tools),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=verbosity | body.chat_template_kwargs,
     )
     pictures = {
         f"messages[{place}].content[{part}].image_url": source

@@ -11,19 +11,22 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http import sse
+from outrider.gateway.http import json_text, sse
 from outrider.gateway.http.protocol import ChatBody, options_of, read_body
 from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
-from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate
-from outrider.gateway.request import GenerationDelta
+from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate, recorder_of
+from outrider.gateway.http.token_texts import TokenTexts
+from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
+from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.errors import InvalidArgument, OutriderError
 from outrider.rpc.sampling_params import FinishReason
 
 Event = tuple[str, dict[str, Any]]  # its name, and what it says
+MAX_HELD = 64  # tokens whose text may still come
 
 
 def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitable[Response]]:
@@ -31,7 +34,8 @@ def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitabl
 
     async def create(request: Request) -> Response:
         asked = await read_body(request, lambda values: read_responses(values, request, engine))
-        deltas, answer = _deltas(engine, asked), ResponseBuilder(engine, asked)
+        deltas = _deltas(engine, asked)
+        answer = ResponseBuilder(engine, asked, recorder_of(options_of(request), asked.chat))
         if not asked.body.stream:
             return await sse.unless_gone(request.receive, _whole(answer, deltas))
         keep_alive_s = options_of(request).sse_keep_alive_s
@@ -53,18 +57,19 @@ async def _whole(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta
     async with aclosing(deltas):
         async for delta in deltas:
             answer.add(delta)
-    return JSONResponse(answer.shape())
+    is_long = answer.num_logprobs > SLOW_LOGPROBS
+    return await written(answer.num_logprobs, lambda: json_text.answer(answer.shape(), is_long=is_long))
 
 
 async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta, None]) -> AsyncGenerator[str, None]:
     """Events in OpenAI's order, each with its number."""
     number = 0
 
-    def numbered(events: list[Event]) -> list[str]:
+    def numbered(events: list[Event], is_long: bool = False) -> list[str]:
         nonlocal number
         texts = []
         for name, said in events:
-            texts.append(sse.event(name, {"type": name, "sequence_number": number, **said}))
+            texts.append(sse.event(name, {"type": name, "sequence_number": number, **said}, is_long=is_long))
             number += 1
         return texts
 
@@ -73,7 +78,8 @@ async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelt
             for text in numbered(answer.begin()):
                 yield text
             async for delta in deltas:
-                for text in numbered(answer.add(delta)):
+                events, num_logprobs = answer.add(delta), answer.num_logprobs if answer.ended else 0
+                for text in await written(num_logprobs, numbered, events, is_long=num_logprobs > SLOW_LOGPROBS):
                     yield text
         except (Exception, asyncio.CancelledError) as error:
             for text in numbered(answer.fail(sse.told(error))):
@@ -83,11 +89,18 @@ async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelt
 class ResponseBuilder:
     """One response as it grows: what a delta adds, as events, and what it has come to."""
 
-    def __init__(self, engine: GenerationEngine, asked: ResponsesRequest) -> None:
-        self._asked, self._model = asked, asked.chat.model
+    def __init__(
+        self, engine: GenerationEngine, asked: ResponsesRequest, recorder: AnswerRecorder | None = None
+    ) -> None:
+        self._asked, self._model, self._engine = asked, asked.chat.model, engine
+        self._recorder = recorder or AnswerRecorder()
         chat = asked.chat.body
         self._shows_reasoning = isinstance(chat, ChatBody) and chat.include_reasoning
-        self._id, self._created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._id = f"resp_{asked.chat.requests[0].request_id or uuid.uuid4().hex}"
+        self._created_at, self._count = int(time.time()), asked.chat.num_shown
+        self._texts = TokenTexts(engine.tokenizer, chat.return_tokens_as_token_ids)
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come
+        self.num_logprobs = 0
         self._status, self._error, self._incomplete = "in_progress", None, None  # type: str, Any, Any
         self._usage: dict[str, Any] | None = None
         self._extension: dict[str, Any] = {}
@@ -96,12 +109,21 @@ class ResponseBuilder:
         self._space = ""  # before a text that may not come
         self._num_chars = 0  # of text that came
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is whole."""
+        return self._status != "in_progress"
+
     def begin(self) -> list[Event]:
         """Before there is anything."""
         return [(f"response.{name}", {"response": self.shape()}) for name in ("created", "in_progress")]
 
     def add(self, delta: GenerationDelta) -> list[Event]:
         """What a delta adds."""
+        self._recorder.add(delta)
+        if self._count is not None:
+            self.num_logprobs += delta.num_logprobs
+            self._logprobs += self._texts.chat(delta.logprobs, self._count)["content"]
         calls = delta.tool_calls
         num_open = 1 if calls and not calls[0].id else 0  # the rest of the open call, which all else would close
         events = [event for call in calls[:num_open] for event in self._add_call(call)]
@@ -112,6 +134,7 @@ class ResponseBuilder:
             events += self._add_answer(delta.text[self._num_chars - begin : call.num_before - begin])
             events += self._add_call(call)
         events += self._add_answer(delta.text[self._num_chars - begin :])
+        del self._logprobs[:-MAX_HELD]  # of reasoning and calls, and of marks around them
         return events if delta.finish_reason is None else [*events, *self._finish(delta)]
 
     def fail(self, error: OutriderError) -> list[Event]:
@@ -124,6 +147,7 @@ class ResponseBuilder:
         body, chat = self._asked.body, self._asked.chat.requests[0]
         sampling, text = chat.sampling, body.text
         shown = None if text is None or text.format is None else text.format.model_dump(by_alias=True)
+        verbosity = {} if text is None or text.verbosity is None else {"verbosity": text.verbosity}
         told = {} if sampling is None else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         return {
             "id": self._id,
@@ -134,6 +158,7 @@ class ResponseBuilder:
             "incomplete_details": self._incomplete,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "model": self._model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls,
@@ -141,9 +166,10 @@ class ResponseBuilder:
             "reasoning": {"effort": body.reasoning.effort or None if body.reasoning else None, "summary": None},
             "store": False,
             **told,
-            "text": {"format": shown or {"type": "text"}},
+            "text": {"format": shown or {"type": "text"}, **verbosity},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools,
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": body.truncation,
             "usage": self._usage,
             "metadata": body.metadata,
@@ -169,8 +195,25 @@ class ResponseBuilder:
             events.append(self._event("content_part.added", content_index=0, part=_part(kind, "")))
             self._open = self._output[-1]
             self._open["content"] = [_part(kind, "")]
-        self._open["content"][0]["text"] += text
-        return [*events, self._event(f"{name}.delta", content_index=0, delta=text, **_logprobs(kind))]
+        part = self._open["content"][0]
+        part["text"] += text
+        said = {"logprobs": self._logprobs_of(text)} if kind == "message" else {}
+        part.get("logprobs", []).extend(said.get("logprobs", []))
+        return [*events, self._event(f"{name}.delta", content_index=0, delta=text, **said)]
+
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
+        """Of the tokens that a text of a message is from: the first ones held whose bytes are the text's. All, where
+        no bytes are."""
+        held, raw = self._logprobs, text.encode()
+        places = [0]  # in `rest`, where each begins
+        for entry in held:
+            places.append(places[-1] + len(entry["bytes"]))
+        rest = b"".join(bytes(entry["bytes"]) for entry in held)
+        agreeing = (place for place, at in enumerate(places[:-1]) if rest[at : at + len(raw)] == raw[: len(rest) - at])
+        first = next(agreeing, 0)
+        end = next((place for place, at in enumerate(places) if at >= places[first] + len(raw)), len(held))
+        self._logprobs = held[end:]
+        return held[first:end]
 
     def _add_call(self, call: ToolCallDelta) -> list[Event]:
         events: list[Event] = []
@@ -200,7 +243,8 @@ class ResponseBuilder:
             events.append(self._event("function_call_arguments.done", **done))
         else:
             part = item["content"][0]
-            events.append(self._event(f"{_TEXTS[kind]}.done", content_index=0, text=part["text"], **_logprobs(kind)))
+            told = {name: value for name, value in part.items() if name in ("text", "logprobs")}
+            events.append(self._event(f"{_TEXTS[kind]}.done", content_index=0, **told))
             events.append(self._event("content_part.done", content_index=0, part=dict(part)))
         item["status"], self._open = status, None
         return [*events, ("response.output_item.done", {"output_index": len(self._output) - 1, "item": dict(item)})]
@@ -225,6 +269,7 @@ class ResponseBuilder:
             "total_tokens": usage.prompt + usage.completion,
         }
         self._extension = extension_shape(delta, self._asked.chat.body.speculation is not None, token_ids=False)
+        self._extension |= self._recorder.shape(self._engine.num_draft_tokens)
         return [*events, (f"response.{self._status}", {"response": self.shape()})]
 
 
@@ -243,7 +288,3 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _logprobs(kind: str) -> dict[str, Any]:
-    return {"logprobs": []} if kind == "message" else {}

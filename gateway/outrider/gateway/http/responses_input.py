@@ -13,9 +13,11 @@ from pydantic import AfterValidator, Field
 from starlette.requests import Request
 
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import invalid, renamed
+from outrider.gateway.field_names import renamed
+from outrider.gateway.http.errors import invalid
 from outrider.gateway.http.protocol import (
     NAMES,
+    VERBOSITIES,
     Body,
     OpenAIRequest,
     Unsupported,
@@ -23,10 +25,18 @@ from outrider.gateway.http.protocol import (
     read_chat,
     refusal,
     validated,
+    whole,
 )
 from outrider.rpc.errors import InvalidArgument, kind, quoted, shown
+from outrider.rpc.messages import MAX_INT32
 
 MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources",
+    "web_search_call.results",
+)  # fmt: skip
 # The chat endpoint's names and this one's.
 _OWN_NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
@@ -55,7 +65,7 @@ class TextOptions(Body):
     """How the text is to be."""
 
     format: TextFormat | None = None
-    verbosity: Unsupported = None
+    verbosity: Annotated[str | None, one_of(VERBOSITIES)] = None
 
 
 class Reasoning(Body):
@@ -65,7 +75,7 @@ class Reasoning(Body):
 
 
 class ResponsesBody(Body):
-    """POST /v1/responses. Further fields are the chat endpoint's; `include` asks for nothing that is left out."""
+    """POST /v1/responses. Further fields are the chat endpoint's."""
 
     input: Any = None
     instructions: str | None = None
@@ -79,13 +89,17 @@ class ResponsesBody(Body):
     store: bool = False  # nothing is, whatever is asked; the answer says so
     stream: bool = False
     truncation: Annotated[str, one_of(["disabled"])] = "disabled"
+    include: list[Annotated[str, one_of(INCLUDABLE)]] = Field(default_factory=list)
+    top_logprobs: Any = None
+    max_tool_calls: Annotated[int | None, whole(0, MAX_INT32)] = None  # of tools that a server runs: there are none
 
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     background: Unsupported = None
     prompt: Unsupported = None
-    max_tool_calls: Unsupported = None
-    top_logprobs: Unsupported = None
+    previous_response: Unsupported = None
+    previous_input_messages: Unsupported = None
+    enable_response_messages: Unsupported = None
     n: Unsupported = None
     messages: Unsupported = None
     max_tokens: Unsupported = None
@@ -94,6 +108,13 @@ class ResponsesBody(Body):
     logprobs: Unsupported = None
     prompt_logprobs: Unsupported = None
     output_ids: Unsupported = None
+    return_token_ids: Unsupported = None
+    echo: Unsupported = None
+
+    @property
+    def logprobs_wanted(self) -> bool:
+        """Either field asks for them."""
+        return LOGPROBS in self.include or self.top_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +135,11 @@ def read_responses(values: Mapping[str, Any], request: Request | None, engine: G
     chat |= {"parallel_tool_calls": body.parallel_tool_calls, "max_completion_tokens": body.max_output_tokens}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    if body.text is not None and body.text.format is not None:
-        chat["response_format"] = _response_format(body.text.format)
+    if body.logprobs_wanted:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.text is not None:
+        chat["verbosity"] = body.text.verbosity
+        chat["response_format"] = None if body.text.format is None else _response_format(body.text.format)
     chat.pop("stream_options", None)  # what there is concerns OpenAI's servers
     try:
         read = read_chat(chat, request, engine)
@@ -254,8 +278,12 @@ def _tools(given: list[Any]) -> list[Any]:
 def _tool_choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
+    if given.get("type") == "allowed_tools":
+        listed = given.get("tools")
+        tools = [_tool_choice(one) for one in listed] if isinstance(listed, list) else listed
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": tools}}
     if given.get("type") != "function":
-        raise invalid("tool_choice.type", f"is {quoted(given.get('type'))}; allowed: function")
+        raise invalid("tool_choice.type", f"is {quoted(given.get('type'))}; allowed: function, allowed_tools")
     return {"type": "function", "function": {"name": given.get("name")}}
 
 

@@ -18,13 +18,24 @@ from starlette.responses import Response
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine, merge
+from outrider.gateway.field_names import renamed
 from outrider.gateway.http import sse
 from outrider.gateway.http.echo import echoed, echoed_logprobs, with_prompts
-from outrider.gateway.http.errors import error_body, renamed
+from outrider.gateway.http.errors import error_body
 from outrider.gateway.http.json_text import answer
-from outrider.gateway.http.protocol import FINGERPRINT, ChatBody, EchoedPrompt, OpenAIRequest, options_of, read_body
+from outrider.gateway.http.protocol import (
+    FINGERPRINT,
+    ChatBody,
+    EchoedPrompt,
+    HttpOptions,
+    OpenAIRequest,
+    StreamOptions,
+    options_of,
+    read_body,
+)
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
 from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
+from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 from outrider.planner.policy import SpeculationTally
@@ -42,7 +53,8 @@ def endpoint(
         openai_request = await read_body(request, lambda values: read(values, request, engine))
         if openai_request.body.echoes:
             openai_request = await with_prompts(openai_request, engine)
-        return await respond(request, engine, openai_request, builder(openai_request, TokenTexts(engine.tokenizer)))
+        texts = TokenTexts(engine.tokenizer, openai_request.body.return_tokens_as_token_ids)
+        return await respond(request, engine, openai_request, builder(openai_request, texts))
 
     return create
 
@@ -52,16 +64,22 @@ async def respond(
 ) -> Response:
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
-    deltas, options = generate(engine, openai_request), options_of(request)
+    options, recorder = options_of(request), recorder_of(options_of(request), openai_request)
+    deltas = generate(engine, openai_request)
     if openai_request.echoed:
         deltas = echoed(openai_request, deltas)
-    wanted = options.spec_decode_metrics
-    recorder = None if wanted == "none" else AnswerRecorder(wanted == "detailed")
     if not openai_request.body.stream:
         return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas, recorder))
     keep_alive_s = options.sse_keep_alive_s
     deltas = await begun(request, deltas, keep_alive_s)
     return sse.EventStream(_events(engine, openai_request, builder, deltas, recorder), keep_alive_s)
+
+
+def recorder_of(options: HttpOptions, openai_request: OpenAIRequest) -> AnswerRecorder:
+    """What follows an answer, for its `metrics`."""
+    is_one = len(openai_request.requests) == 1 and openai_request.n == 1
+    times = RequestTimes() if options.request_metrics and is_one else None
+    return AnswerRecorder(options.spec_decode_metrics, times)
 
 
 async def begun(
@@ -146,7 +164,7 @@ async def _whole(
     openai_request: OpenAIRequest,
     builder: ResponseBuilder,
     deltas: AsyncGenerator[GenerationDelta, None],
-    recorder: AnswerRecorder | None,
+    recorder: AnswerRecorder,
 ) -> Response:
     completions: dict[int, list[GenerationDelta]] = {}
     usage, num_logprobs = UsageSum(), 0
@@ -154,14 +172,13 @@ async def _whole(
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
             usage.add(delta, openai_request.n)
-            if recorder is not None:
-                recorder.add(delta)
+            recorder.add(delta)
             num_logprobs += delta.num_logprobs
 
     def body() -> Response:
         envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
         choices = builder.whole([join(completions[index]) for index in sorted(completions)])
-        said = {**envelope, **choices, "usage": usage.shape(), **_metrics(engine, recorder)}
+        said = {**envelope, **choices, "usage": usage.shape(), **recorder.shape(engine.num_draft_tokens)}
         return answer(said, is_long=num_logprobs > SLOW_LOGPROBS)
 
     return await written(num_logprobs, body)
@@ -172,13 +189,14 @@ async def _events(
     openai_request: OpenAIRequest,
     builder: ResponseBuilder,
     deltas: AsyncGenerator[GenerationDelta, None],
-    recorder: AnswerRecorder | None,
+    recorder: AnswerRecorder,
 ) -> AsyncGenerator[str, None]:
-    """The chunks. Usage, where it is asked for, comes last, and is null before; and with it, what became of drafts."""
+    """The chunks. Usage, where it is asked for, comes last, and is null before, or what a choice has so far; and with
+    it, or alone, the answer's metrics."""
     envelope: dict[str, Any] = {}
-    options = openai_request.body.stream_options
-    include_usage = options is not None and options.include_usage
-    usage, opened = UsageSum(), set[int]()
+    options = openai_request.body.stream_options or StreamOptions()
+    include_usage = options.include_usage
+    usage, so_far = UsageSum(), dict[int, UsageSum]()
     async with aclosing(deltas):
         try:
             async for delta in deltas:
@@ -186,30 +204,33 @@ async def _events(
                     no_usage = {"usage": None} if include_usage else {}
                     envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
                 usage.add(delta, openai_request.n)
-                if recorder is not None:
-                    recorder.add(delta)
-                opens = delta.index not in opened
-                opened.add(delta.index)
+                recorder.add(delta)
+                opens = delta.index not in so_far
+                of_choice = so_far.setdefault(delta.index, UsageSum(prompt=len(delta.prompt_token_ids)))
+                of_choice.completion += len(delta.token_ids)
+                if options.continuous_usage_stats:
+                    envelope["usage"] = of_choice.shape()
                 for chunk in await written(delta.num_logprobs, _chunks, builder, delta, opens, envelope):
                     yield chunk
-            if include_usage or recorder is not None:
-                last = {"usage": usage.shape()} if include_usage else {}
-                yield sse.data({**envelope, "choices": [], **last, **_metrics(engine, recorder)})
+            last = {"usage": usage.shape()} if include_usage else {}
+            last |= recorder.shape(engine.num_draft_tokens)
+            if last:
+                yield sse.data({**envelope, "choices": [], **last})
         except (Exception, asyncio.CancelledError) as error:
             yield sse.data(error_body(sse.told(error)))
         yield sse.DONE
-
-
-def _metrics(engine: GenerationEngine, recorder: AnswerRecorder | None) -> dict[str, Any]:
-    return {} if recorder is None else {"metrics": recorder.shape(engine.num_draft_tokens)}
 
 
 def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:
     """What a stream says of a delta; `opens`: the first of its completion."""
     opening = builder.opening(delta.index) if opens else None
     choices = [opening, None if builder.is_silent(delta) else builder.piece(delta)]
-    is_long = delta.num_logprobs > SLOW_LOGPROBS
-    return [sse.data({**envelope, "choices": [said]}, is_long=is_long) for said in choices if said is not None]
+    is_long, beside = delta.num_logprobs > SLOW_LOGPROBS, builder.beside(delta) if opens else {}
+    said = [choice for choice in choices if choice is not None]
+    return [
+        sse.data({**envelope, "choices": [choice], **({} if place else beside)}, is_long=is_long)
+        for place, choice in enumerate(said)
+    ]
 
 
 async def _chained(
@@ -280,6 +301,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         num_reasoning=sum(delta.num_reasoning for delta in deltas),
         seed=deltas[0].seed,
+        prompt_token_ids=deltas[0].prompt_token_ids,
         origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),  # a long one's in slices
@@ -354,6 +376,10 @@ class ResponseBuilder(ABC):
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
         """What a stream says of a delta."""
 
+    def beside(self, delta: GenerationDelta) -> dict[str, Any]:
+        """What a completion's first chunk says of the prompt, beside the choices."""
+        return {}
+
     def is_silent(self, delta: GenerationDelta) -> bool:
         """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token, or reasoning
         that is left out."""
@@ -374,6 +400,11 @@ class ResponseBuilder(ABC):
             return {}
         return {"prompt_logprobs": self._texts.prompt(delta.prompt_logprobs)}
 
+    def prompt_ids(self, delta: GenerationDelta) -> dict[str, Any]:
+        """The same of its ids."""
+        wanted = self._openai_request.body.return_token_ids and delta.prompt_token_ids
+        return {"prompt_token_ids": list(delta.prompt_token_ids)} if wanted else {}
+
     def rest(self, delta: GenerationDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """What both endpoints say beside the text."""
         body = self._openai_request.body
@@ -392,23 +423,27 @@ class ChatResponseBuilder(ResponseBuilder):
         """The first chunk says who speaks."""
         return {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", "content": self._openai_request.body.continued_text},
             "logprobs": None,
             "finish_reason": None,
         }
 
     def whole(self, completions: Sequence[GenerationDelta]) -> dict[str, Any]:
         """All choices have one prompt, of which the first tells."""
-        return {**super().whole(completions), **self.prompt_logprobs(completions[0])}
+        return {**super().whole(completions), **self.prompt_logprobs(completions[0]), **self.beside(completions[0])}
+
+    def beside(self, delta: GenerationDelta) -> dict[str, Any]:
+        """Its ids, where they are asked for."""
+        return self.prompt_ids(delta)
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole message."""
-        reasoning = self.reasoning(delta)
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None, **reasoning}
+        reasoning, text = self.reasoning(delta), self._openai_request.body.continued_text + delta.text
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **reasoning}
         if delta.tool_calls:
             message["tool_calls"] = [call_shape(call) for call in delta.tool_calls]
         if delta.tool_calls or reasoning:
-            message["content"] = delta.text or None
+            message["content"] = text or None
         return {"index": delta.index, "message": message, **self.rest(delta, self._logprobs(delta))}
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
@@ -421,7 +456,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"index": delta.index, "delta": content, **self.rest(delta, self._logprobs(delta))}
 
     def _logprobs(self, delta: GenerationDelta) -> dict[str, Any] | None:
-        count = self._openai_request.num_logprobs
+        count = self._openai_request.num_shown
         return None if count is None else self._texts.chat(delta.logprobs, count)
 
 
@@ -463,10 +498,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         prompt = self._prompt(delta) if opens else None
         if count is not None:
             before = {} if prompt is None else echoed_logprobs(self._texts, prompt, delta.prompt_logprobs, place, count)
-            after = self._texts.completion(delta.logprobs, place, count)
+            after = self._texts.completion(delta.logprobs, place)
             logprobs = {name: before.get(name, []) + values for name, values in after.items()}
         text = delta.text if prompt is None else prompt.text + delta.text
-        return {"index": delta.index, "text": text, **self.rest(delta, logprobs)}
+        return {"index": delta.index, "text": text, **self.rest(delta, logprobs), **self.prompt_ids(delta)}
 
     piece = choice
 

@@ -74,6 +74,11 @@ def client_of(request: Request) -> str:
     return LOCAL if host is None else host.host
 
 
+def account_of(request: Request) -> str:
+    """Whose share of threads it takes, by the name that what it generates would have."""
+    return client_of(request) if CALLER.get() is not None else f"peer {client_of(request)}"
+
+
 def last_words(response: Response) -> bytes:
     """An answer to whatever is asked on a connection that ends with it."""
     headers = (*response.raw_headers, (b"connection", b"close"))

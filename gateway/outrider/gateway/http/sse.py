@@ -26,9 +26,9 @@ def data(value: dict[str, Any], *, is_long: bool = False) -> str:
     return f"data: {dumps_in_pieces(value) if is_long else dumps(value)}\n\n"
 
 
-def event(name: str, value: dict[str, Any]) -> str:
-    """One event with a name."""
-    return f"event: {name}\ndata: {dumps(value)}\n\n"
+def event(name: str, value: dict[str, Any], *, is_long: bool = False) -> str:
+    """The same with a name."""
+    return f"event: {name}\n{data(value, is_long=is_long)}"
 
 
 def told(error: BaseException) -> OutriderError:

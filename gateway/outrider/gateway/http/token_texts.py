@@ -26,10 +26,11 @@ class TextPlace:
 
 
 class TokenTexts:
-    """Tokens as log probabilities name them: their text, or, where they are half a character, their bytes."""
+    """Tokens as log probabilities name them: their text, or, where they are half a character, their bytes; with
+    `as_ids` their ids."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes, self._special_ids = tokenizer.token_bytes, tokenizer.special_ids
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._bytes, self._special_ids, self._as_ids = tokenizer.token_bytes, tokenizer.special_ids, as_ids
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is one of the tokenizer's special tokens."""
@@ -39,8 +40,12 @@ class TokenTexts:
         """A token's bytes; none for an id without a token."""
         return (self._bytes[token_id] or b"") if token_id < len(self._bytes) else b""
 
+    def name(self, token_id: int) -> str:
+        """As log probabilities name it."""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
+
     def text(self, token_id: int) -> str:
-        """A token's name: no two tokens share one, but for ids without a token."""
+        """A token's text: no two tokens share one, but for ids without a token."""
         raw = self.raw(token_id)
         try:
             return raw.decode()
@@ -68,16 +73,16 @@ class TokenTexts:
         return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": self.text(entry.id)}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}
+        return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}
 
-    def completion(self, positions: Sequence[PositionLogprobs], place: TextPlace, count: int) -> dict[str, Any]:
+    def completion(self, positions: Sequence[PositionLogprobs], place: TextPlace) -> dict[str, Any]:
         """The completions endpoint's form; `place` is where in the text these tokens begin."""
         tokens, values, tops, offsets = [], [], [], []
         for candidates in positions:
             chosen, *_ = candidates
-            tokens.append(self.text(chosen.id))
+            tokens.append(self.name(chosen.id))
             values.append(finite(chosen.logprob))
-            tops.append({self.text(entry.id): finite(entry.logprob) for entry in candidates} if count else None)
+            tops.append({self.name(entry.id): finite(entry.logprob) for entry in candidates})
             offsets.append(place.offset)
             place.advance(self.raw(chosen.id))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

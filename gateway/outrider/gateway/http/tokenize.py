@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import invalid, renamed
+from outrider.gateway.field_names import renamed
+from outrider.gateway.http.errors import invalid
 from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
-from outrider.gateway.http.shares import client_of
+from outrider.gateway.http.shares import account_of, client_of
+from outrider.gateway.http.tokenize_apart import MEGABYTES, Work, apart
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat import ChatText, chat_text
-from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
+from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread, require_fit
 from outrider.rpc.errors import OutriderError, Violations
 
 
@@ -46,9 +49,19 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """Ids, their number, and how many the model takes. A conversation's template has its special tokens in it."""
         body, asked = await read_body(request, self._read)
+        if body.prompt is not None:
+            require_fit("prompt", len(body.prompt), self._engine.verifier.info.model.max_model_len)
         text = ChatText(body.prompt or "") if asked is None else await self._rendered(asked, request)
         adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
-        return await self._in_turn(request, len(text.text), self._tokenized, text, adds, body.return_token_strs)
+        tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
+        work = Work(
+            text.mark, adds, body.return_token_strs, info.model.max_model_len, tokenizer.fingerprint, tokenizer.name
+        )
+        async with self._turn(request, len(text.text)):
+            told = await apart(work, text.text) if len(text.text) > MEGABYTES else None
+            if told is not None:
+                return Response(told, media_type="application/json")
+            return await in_thread(len(text.text) > LONG_TEXT, self._tokenized, work, text.text)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, special tokens included."""
@@ -56,20 +69,22 @@ class TokenizeEndpoints:
         self._engine.adapter_called(body.model)
         if body.tokens is None:
             raise invalid("tokens", "is missing; allowed: a list of token ids")
-        return await self._in_turn(request, len(body.tokens), self._detokenized, body.tokens)
+        async with self._turn(request, len(body.tokens)):
+            return await in_thread(len(body.tokens) > LONG_TEXT, self._detokenized, body.tokens)
 
-    async def _in_turn(self, request: Request, size: int, make: Callable[..., Response], *arguments: Any) -> Response:
-        """Of so many characters or tokens, written where it is made."""
-        is_long = size > LONG_TEXT
-        async with self._engine.text_turn(client_of(request), size if is_long else 0):
-            return await in_thread(is_long, make, *arguments)
+    @asynccontextmanager
+    async def _turn(self, request: Request, size: int) -> AsyncIterator[None]:
+        """At so many characters or tokens, which count as a body that is under way while they wait for it."""
+        num_long = size if size > LONG_TEXT else 0
+        with request.app.state.bodies.holding(client_of(request)) as take:
+            take(num_long)
+            async with self._engine.text_turn(account_of(request), num_long):
+                yield
 
-    def _tokenized(self, text: ChatText, adds_special_tokens: bool, with_names: bool) -> Response:
-        tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
-        ids = text.encode(tokenizer, adds_special_tokens)
-        names = [tokenizer.backend.id_to_token(token) for token in ids] if with_names else None
-        told = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
-        return answer(told, is_long=len(ids) > LONG_TEXT)
+    def _tokenized(self, work: Work, text: str) -> Response:
+        """Written where it is made."""
+        told = work.done(text, self._engine.tokenizer)
+        return answer(told, is_long=len(text) > LONG_TEXT)
 
     def _detokenized(self, tokens: list[Any]) -> Response:
         found = Violations()
@@ -93,7 +108,7 @@ class TokenizeEndpoints:
     async def _rendered(self, asked: GenerationRequest, request: Request) -> ChatText:
         most = self._engine.verifier.info.model.max_model_len
         try:
-            async with self._engine.template_turn(client_of(request), len(asked.messages or ())):
+            async with self._engine.template_turn(account_of(request), len(asked.messages or ())):
                 return await chat_text(asked, self._engine.tokenizer, most)
         except OutriderError as error:
             raise renamed(error, NAMES, most) from error

@@ -59,7 +59,8 @@ class LocalDrafter:
             return None
         tokens = [*request.prompt_ids, *request.output_ids]
         context = SequenceContext(len(request.prompt_ids), request.salt, request.prediction)
-        lookups = [Lookup.of(self._proposers[name], tokens, context) for name in names]
+        drafted = context if request.may_recall else context.alone()
+        lookups = [Lookup.of(self._proposers[name], tokens, drafted) for name in names]
         choice = MethodChoice(self._rates) if len(lookups) > 1 else None
         return _LocalLink(lookups, choice, tokens, context, self._learners, request.first_chain, on_event)
 

@@ -40,6 +40,7 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
+from outrider.rpc.sampling_params import FRESH_SEED
 from outrider.rpc.security import ClientTls
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
@@ -258,8 +259,15 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         return None if chosen is None else chosen.open(request, on_event)
 
     def _able(self, request: Open) -> list[Replica[DraftInfo]]:
-        """A grammar is the target's to keep: a draft that does not know it is refused more, and no law changes."""
-        return super()._able(replace(request, sampling=replace(request.sampling, structured_output=None)))
+        """A grammar is the target's to keep: a draft that does not know it is refused more, and no law changes. One
+        that learns, and is older than `fresh_seed`, would recall what must not be."""
+        able = super()._able(replace(request, sampling=replace(request.sampling, structured_output=None)))
+        return able if request.may_recall else [replica for replica in able if not _recalls_all(replica.info)]
+
+
+def _recalls_all(info: DraftInfo | None) -> bool:
+    """Whether a draft learns, and knows of no sequence for which it must not recall that."""
+    return info is not None and FRESH_SEED not in info.capabilities and any(one.learns for one in info.methods)
 
 
 def _offers(info: DraftInfo | TargetInfo | None, methods: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
 """Drafts that are not trusted to have drawn from the weights that they send, nor with what they know of a request.
 Under rejection the law rests on both: so their tokens are one-hot, which is exact for any draft that does not know the
-coins, and they are not told the seed that these follow from. Coupled and greedy output depends on no draft."""
+coins, and they are not told the seed that these follow from. Nor do they draft for a seed that may have come before:
+what it said then, to the same coins, they may have kept. Coupled and greedy output depends on no draft."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class UntrustedDrafts(MovingDrafts):
         self._secret = secrets.token_bytes(32)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
-        """Starts a sequence, as RemoteDrafts does."""
+        """Starts a sequence, as RemoteDrafts does; None for one that nobody may draft for who remembers."""
+        if not request.may_recall:
+            return None
         if not request.acceptance.weighs or request.sampling.greedy:
             return super().open(request, on_event)
 

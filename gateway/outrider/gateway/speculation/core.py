@@ -30,6 +30,7 @@ from outrider.rpc.messages import (
     TargetEvent,
     validate_piece,
 )
+from outrider.rpc.sampling_params import without_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +431,7 @@ class SpeculationCore:
             timeout_ms = max(1, timeout_ms - round((self._now - self._started) * 1000))
         sampling = self.request.sampling
         if self._prompt_told >= self.prompt_len:  # they are asked for once
-            sampling = replace(sampling, prompt_logprobs=None)
+            sampling = without_prompt_logprobs(sampling)
         output_ids = tuple(self.committed[self.prompt_len :])
         return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
 

@@ -49,12 +49,12 @@ class ChannelBoundaries:
         self.is_inside, self._channels = is_open, channels
         self._head: list[int] | None = None  # so far; None: in a text
 
-    def find(self, ids: Sequence[int]) -> int:
-        """How many of the next ids are of a text that goes on: every token of a head is a marker."""
+    def find(self, ids: Sequence[int], begin: int) -> int:
+        """To where a text goes on: every token of a head is a marker."""
         if self._head is not None:
-            return 0
+            return begin
         markers = self._channels.start_id, self._channels.channel_id, self._channels.end_id
-        return next((place for place, token_id in enumerate(ids) if token_id in markers), len(ids))
+        return next((place for place in range(begin, len(ids)) if ids[place] in markers), len(ids))
 
     def take(self, token_id: int) -> None:
         """Steps over a marker: a token of a head, or the end of a text."""
@@ -62,7 +62,9 @@ class ChannelBoundaries:
         if token_id == channels.end_id:
             self.is_inside, self._head = False, None
             return
-        self._head = [*(self._head or ()), token_id]
+        if self._head is None:
+            self._head = []
+        self._head.append(token_id)
         if token_id == channels.message_id:
             self.is_inside, self._head = self._is_reasoning(tuple(self._head)), None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.text.chat_template import TemplateRefusal, with_read_calls
+from outrider.gateway.text.chat_template import ChatTemplate, ContinuedTemplate, TemplateRefusal, with_read_calls
 from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
 from outrider.gateway.text.tools.use import decode_json, template_tools
@@ -55,7 +55,8 @@ class ChatText:
 async def chat_ids(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
     """The prompt's ids. InvalidArgument as for `chat_text`, and for what is more than the context anyhow."""
     chat = await chat_text(request, tokenizer, max_model_len)
-    return await encode_bounded("chat", chat.text, max_model_len, lambda _: chat.encode(tokenizer))
+    adds = request.add_special_tokens is True
+    return await encode_bounded("chat", chat.text, max_model_len, lambda _: chat.encode(tokenizer, adds))
 
 
 async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> ChatText:
@@ -71,6 +72,8 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
     found.raise_if_any()
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
+    if request.documents:
+        variables["documents"] = list(request.documents)
     try:
         return await _in_bounded_time(partial(_bounded, request, tokenizer, variables, max_model_len))
     except TimeoutError:
@@ -178,14 +181,15 @@ def _rendered(
     request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
     messages, control = request.messages or (), control_tokens(tokenizer)
+    writer = _with_template(tokenizer, request)
     read = list(map(with_read_calls, messages))  # their JSON may escape what its texts hold
     told = list(texts_in([read, variables]))
     require_fit("chat", sum(map(len, told)), max_model_len)
 
     def written(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], mark: str = "") -> str:
-        if request.reasoning is not None and tokenizer.chat_template is not None:
-            variables = request.reasoning.variables(tokenizer.chat_template.variables) | variables
-        text = tokenizer.render_chat(messages, request.add_generation_prompt, **variables)
+        if request.reasoning is not None and writer.chat_template is not None:
+            variables = request.reasoning.variables(writer.chat_template.variables) | variables
+        text = writer.render_chat(messages, request.add_generation_prompt, **variables)
         return text.replace(escaped(mark), mark) if mark else text
 
     if control is None or not any(control.stands_in(text) or control.may_join(text) for text in told):
@@ -203,6 +207,20 @@ def _rendered(
     if apart.replace(mark, "") != text.replace(mark, ""):
         raise ValueError("holds texts that make control tokens with those beside them; allowed: texts that stay text")
     return ChatText(apart, mark)
+
+
+def _with_template(tokenizer: Tokenizer, request: GenerationRequest) -> Tokenizer:
+    """With the template that writes the request's conversation. InvalidArgument for documents that it knows nothing
+    of."""
+    template = tokenizer.chat_template if request.chat_template is None else ChatTemplate(request.chat_template)
+    if template is None:
+        return tokenizer
+    if request.documents and "documents" not in template.variables:
+        problem = "is given, and the chat template shows the model none; allowed: leave it out"
+        raise InvalidArgument.of([Violation("documents", problem)])
+    if request.continue_final_message:
+        template = ContinuedTemplate(template)
+    return tokenizer if template is tokenizer.chat_template else tokenizer.with_template(template)
 
 
 def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:

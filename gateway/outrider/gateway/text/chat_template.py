@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -32,15 +33,25 @@ class ChatTemplate:
         self.source = source
         self.source_for_tools = source_for_tools or source
 
-    def render(self, messages: Iterable[Mapping[str, Any]], **variables: Any) -> str:
-        """The text of a conversation; keys that are None count as absent."""
+    def render(self, messages: Iterable[Mapping[str, Any]], /, **variables: Any) -> str:
+        """The text of a conversation; keys that are None count as absent, as in transformers. Where a template fails
+        without the content of a message of calls, it has an empty one."""
         plain = [self._plain(message) for message in messages]
         if not plain:
             raise TemplateRefusal("it has no message")
         variables = {"tools": None, "documents": None, **variables}  # as transformers has them
         try:
+            return self._written(plain, variables)
+        except TemplateRefusal as refusal:
+            filled = [{**message, **_NO_TEXT} if _is_of_calls_alone(message) else message for message in plain]
+            if filled == plain or isinstance(refusal.__cause__, TimeoutError):  # it has run for as long as it may
+                raise
+            return self._written(filled, variables)
+
+    def _written(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        try:
             template = self._compiled_for_tools if variables["tools"] else self._compiled
-            return template.render(messages=plain, **variables)
+            return template.render({**variables, "messages": messages})
         except Exception as error:  # a template may raise anything by what it does to odd content, or by what it is
             raise TemplateRefusal(str(error)[:MAX_REFUSAL_CHARS] or type(error).__name__) from error
 
@@ -67,20 +78,24 @@ class ChatTemplate:
     @cached_property
     def walks_parts(self) -> bool:
         """Whether it goes through a content's parts, as those do that write pictures' placeholders."""
-        return any(_is_content(loop.iter, self._parsed) for loop in self._parsed.find_all(nodes.For))
+        names = _names_of_content(self._parsed)
+        return any(_is_content(loop.iter, names) for loop in self._parsed.find_all(nodes.For))
 
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether texts have to come as parts, too: it goes through them, and asks nowhere whether there are any."""
+        names = _names_of_content(self._parsed)
         asked = (test.node for test in self._parsed.find_all(nodes.Test) if test.name == "string")
-        return self.walks_parts and not any(_is_content(node, self._parsed) for node in asked)
+        return self.walks_parts and not any(_is_content(node, names) for node in asked)
+
+    @cached_property
+    def _looks_for_none(self) -> bool:
+        """Whether it tells a message of calls alone by a content that is None."""
+        return any(map(_compares_content_with_none, {self._parsed, _parse(self.source_for_tools)}))
 
     @cached_property
     def _parsed(self) -> nodes.Template:
-        try:
-            return _environment().parse(self.source)
-        except (jinja2.TemplateError, RecursionError):
-            return nodes.Template([])  # rendering says what is wrong with it
+        return _parse(self.source)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -100,23 +115,86 @@ class ChatTemplate:
         calls = plain.get("tool_calls")
         if not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
             return plain
-        if not plain.get("content") and (message.get("content") is None or _LOOKS_FOR_NONE in self.source_for_tools):
-            plain["content"] = None  # templates tell a message of calls alone by it
+        if not content and self._looks_for_none:
+            plain["content"] = None
         return with_read_calls(plain)
 
 
-def _is_content(node: nodes.Node, parsed: nodes.Template) -> bool:
-    """Whether an expression is a message's content, through filters and names that stand for it."""
+class ContinuedTemplate(ChatTemplate):
+    """A template whose text ends where the last message's does: the answer goes on with it."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        super().__init__(template.source, template.source_for_tools)
+        self._template = template
+
+    def render(self, messages: Iterable[Mapping[str, Any]], /, **variables: Any) -> str:
+        """As the template's own, without what it writes behind the last text."""
+        *before, last = list(messages) or [{}]
+        content, mark = last.get("content"), f"CONTINUED{secrets.token_hex(8)}"
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        places = [place for place, part in enumerate(parts) if isinstance(part.get("text"), str)]
+        if not places:
+            raise TemplateRefusal("the last message has no text to go on with")
+        said = str(parts[places[-1]]["text"])
+        marked = [*parts[: places[-1]], {"type": "text", "text": f"{said}{mark}\t"}, *parts[places[-1] + 1 :]]
+        ends: Any = marked if isinstance(content, list) else marked[0]["text"]
+        text = self._template.render([*before, {**last, "content": ends}], **variables)
+        written, found, behind = text.rpartition(mark)
+        if not found or mark in written:
+            raise TemplateRefusal("it does not write the last message as it is, once: no answer can go on with it")
+        keeps_spaces = behind.startswith("\t")  # at a text's end
+        return written if keeps_spaces else written.removesuffix(said[len(said.rstrip()) :])
+
+
+def _parse(source: str) -> nodes.Template:
+    try:
+        return _environment().parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return nodes.Template([])  # rendering says what is wrong with it
+
+
+def _is_of_calls_alone(message: Mapping[str, Any]) -> bool:
+    return message.get("content") is None and bool(message.get("tool_calls"))
+
+
+def _compares_content_with_none(parsed: nodes.Template) -> bool:
+    """In any spelling: `is none`, `== none`, `in [none, '']`, or as a filter's test."""
+    names = _names_of_content(parsed)
+    for asked in parsed.find_all((nodes.Test, nodes.Compare)):
+        for_none = isinstance(asked, nodes.Test) and asked.name == "none"
+        for_none = for_none or any(one.value is None for one in asked.find_all(nodes.Const))
+        if for_none and any(_is_content(one, names) for one in asked.find_all(nodes.Expr)):
+            return True
+    filters = (one for one in parsed.find_all(nodes.Filter) if one.name in _FILTERS_BY_TESTS)
+    given = ([one.value for one in asked.args if isinstance(one, nodes.Const)] for asked in filters)
+    return any(values[:1] == [_CONTENT] and ("none" in values or None in values) for values in given)
+
+
+def _names_of_content(parsed: nodes.Template) -> frozenset[str]:
+    """Names that stand for a message's content, given to them or to a macro; of other names no further."""
+    found, macros = {_CONTENT}, {macro.name: macro for macro in parsed.find_all(nodes.Macro)}
+    for given in parsed.find_all(nodes.Assign):
+        if isinstance(given.target, nodes.Name) and _is_content(given.node, frozenset()):
+            found.add(given.target.name)
+    for call in parsed.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            given_to = zip(macros[call.node.name].args, call.args, strict=False)
+            found.update(name.name for name, value in given_to if _is_content(value, frozenset()))
+    return frozenset(found)
+
+
+def _is_content(node: nodes.Node, names: Container[str]) -> bool:
+    """Whether an expression is a message's content, through filters and these names that stand for it."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getattr):
         return node.attr == _CONTENT
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == _CONTENT
-    if not isinstance(node, nodes.Name):
-        return False
-    given = (one.node for one in parsed.find_all(nodes.Assign) if one.target == nodes.Name(node.name, "store"))
-    return node.name == _CONTENT or any(isinstance(one, _ITEMS) and _is_content(one, parsed) for one in given)
+    if isinstance(node, nodes.Call):
+        asked = node.node
+        return isinstance(asked, nodes.Getattr) and asked.attr == "get" and node.args[:1] == [nodes.Const(_CONTENT)]
+    return isinstance(node, nodes.Name) and node.name in names
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -142,12 +220,12 @@ def _read(file: Path) -> str:
 
 
 _CONTENT = "content"
-_ITEMS = (nodes.Getattr, nodes.Getitem, nodes.Filter)  # a name that stands for another one is followed no further
+_NO_TEXT = {_CONTENT: ""}
+_FILTERS_BY_TESTS = ("selectattr", "rejectattr")
 MAX_REFUSAL_CHARS = 1000  # of a template's own words, which may be the conversation's
 MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
 MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
 _WIDTHS = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)\.?(\*|[0-9]*)")  # and precisions, of a format
-_LOOKS_FOR_NONE = "content'] is none"
 
 
 class Arguments(dict[str, Any]):

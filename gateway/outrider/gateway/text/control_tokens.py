@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers.normalizers import NFC, NFD, NFKC, NFKD
 
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.vocabulary import panics_told
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
 # Many templates make a control token of a role; so a role is no stranger's text.
@@ -95,7 +96,8 @@ class ControlTokens:
     def _normalized(self, text: str) -> str:
         if self._normalizer is None or (self._keeps_ascii and text.isascii()):
             return text
-        return str(self._normalizer.normalize_str(text))
+        with panics_told():
+            return str(self._normalizer.normalize_str(text))
 
 
 @lru_cache(maxsize=8)

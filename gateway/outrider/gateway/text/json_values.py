@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100  # of lists and objects in one another: what walks them calls itself once a level
 ALLOWED = f"a JSON object, nested at most {MAX_DEPTH} deep"
 
 
-def parse_json(text: str) -> Any:
+class RepeatedKey(ValueError):
+    """A key stands twice in one object."""
+
+
+def parse_json(text: str, unique_keys: bool = False) -> Any:
     """The value of a text. ValueError for what is no JSON, as NaN, numbers beyond floats and half surrogate pairs are
-    none, and for what is nested deeper than MAX_DEPTH."""
+    none, and for what is nested deeper than MAX_DEPTH; RepeatedKey where each key may stand once."""
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_refuse)
+        hook = _with_unique_keys if unique_keys else None
+        value = json.loads(text, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
@@ -23,6 +29,13 @@ def parse_json(text: str) -> Any:
     if "\\u" in text:  # half a surrogate pair is no character: no tokenizer takes it
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise RepeatedKey(next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1))
+    return values
 
 
 def _finite(text: str) -> float:

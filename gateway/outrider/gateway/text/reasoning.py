@@ -7,6 +7,7 @@ completion that is resumed rebuilds where it stands from the ids that it has."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +35,7 @@ _LIKE_DEEPSEEK = (
 )  # fmt: skip
 MARKERS |= dict.fromkeys(_LIKE_DEEPSEEK, MARKERS["deepseek_r1"])
 MARKERS[CHANNELS] = CHANNEL_TOKENS
-EFFORTS = ("none", "minimal", "low", "medium", "high")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES = ("enable_thinking", "thinking")  # templates' words for whether to reason
 MAX_IDS_AFTER = 8  # of white space between a template's opening and the prompt's end
 
@@ -161,8 +162,9 @@ class Boundaries(Protocol):
 
     is_inside: bool  # of reasoning
 
-    def find(self, ids: Sequence[int]) -> int:
-        """How many of the next ids come before a marker; all of them where none is among them."""
+    def find(self, ids: Sequence[int], begin: int) -> int:
+        """The place of the next marker among ids, of which those before `begin` were seen; their number if there is
+        none."""
         ...
 
     def take(self, token_id: int) -> None:
@@ -177,12 +179,12 @@ class _Pair:
         self.is_inside, self._end_id = is_open, end_id
         self._first = None if is_open else start_id  # that opens it
 
-    def find(self, ids: Sequence[int]) -> int:
+    def find(self, ids: Sequence[int], begin: int) -> int:
         """As Boundaries'."""
         first, self._first = self._first, None
-        if self.is_inside and self._end_id in ids:
-            return list(ids).index(self._end_id)
-        return 0 if ids[0] == first else len(ids)
+        if self.is_inside:
+            return next((place for place in range(begin, len(ids)) if ids[place] == self._end_id), len(ids))
+        return begin if ids[begin] == first else len(ids)
 
     def take(self, token_id: int) -> None:
         """As Boundaries'."""
@@ -203,47 +205,58 @@ class ReasoningStream:
     ) -> None:
         self._tokenizer, self._sampling = tokenizer, sampling
         self._boundaries = plan.markers.boundaries(plan.open)
-        self._last = list(prompt_ids[-NUM_CONTEXT_IDS:])
+        self._last = deque(prompt_ids[-NUM_CONTEXT_IDS:], NUM_CONTEXT_IDS)
         self._num_output = 0
-        self._stream = self._new_stream()
+        self._stream: TextStream | None = None  # of the text that goes on; None: nothing of it has come
         self.resumed = self.push(output_ids)
 
     @property
     def finished(self) -> bool:
         """As TextStream's."""
-        return self._stream.finished
+        return self._stream is not None and self._stream.finished
+
+    @property
+    def num_held(self) -> int:
+        """As TextStream's."""
+        return 0 if self._stream is None else self._stream.num_held
 
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
         """As TextStream's; what is reasoning is told apart."""
-        whole = TextDelta("", 0)
-        while ids and not self.finished and (end := self._boundaries.find(ids)) < len(ids):
-            self._add(whole, self._stream.push(ids[:end], FinishReason.LENGTH))  # lets go of what it holds back
-            if whole.stop_string is not None:
-                return whole
-            self._note(ids[: end + 1])
+        parts, begin = list[tuple[bool, TextDelta]](), 0
+        while begin < len(ids) and not self.finished and (end := self._boundaries.find(ids, begin)) < len(ids):
+            if end > begin or self._stream is not None:
+                parts.append(self._pushed(ids[begin:end], FinishReason.LENGTH))  # lets go of what it holds back
+                if parts[-1][1].stop_string is not None:
+                    return _joined(parts)
+            self._note(ids[end : end + 1])
             self._boundaries.take(ids[end])
-            self._stream = self._new_stream()
-            whole.num_ids, whole.finish_reason, ids = whole.num_ids + 1, None, ids[end + 1 :]
-        self._add(whole, self._stream.push(ids, finish_reason, stop_token_id))
-        self._note(ids)
-        return whole
+            parts.append((False, TextDelta("", 1)))
+            self._stream, begin = None, end + 1
+        parts.append(self._pushed(ids[begin:], finish_reason, stop_token_id))
+        return _joined(parts)
 
-    def _add(self, whole: TextDelta, part: TextDelta) -> None:
-        if self._boundaries.is_inside:
-            whole.reasoning += part.text
-            whole.num_reasoning += part.num_ids
-        else:
-            whole.text += part.text
-        whole.num_ids += part.num_ids
-        whole.finish_reason, whole.stop_string = part.finish_reason, part.stop_string
-        whole.stop_token_id = part.stop_token_id
+    def _pushed(
+        self, ids: Sequence[int], finish_reason: FinishReason | None, stop_token_id: int | None = None
+    ) -> tuple[bool, TextDelta]:
+        """What further ids add to the present text, and whether that is reasoning."""
+        if self._stream is None:
+            left = max(0, self._sampling.min_tokens - self._num_output)
+            self._stream = TextStream(self._tokenizer, replace(self._sampling, min_tokens=left), tuple(self._last))
+        delta = self._stream.push(ids, finish_reason, stop_token_id)
+        self._note(ids)
+        return self._boundaries.is_inside, delta
 
     def _note(self, ids: Sequence[int]) -> None:
         self._num_output += len(ids)
-        self._last = [*self._last, *ids][-NUM_CONTEXT_IDS:]
+        self._last.extend(ids)
 
-    def _new_stream(self) -> TextStream:
-        left = max(0, self._sampling.min_tokens - self._num_output)
-        return TextStream(self._tokenizer, replace(self._sampling, min_tokens=left), self._last)
+
+def _joined(parts: Sequence[tuple[bool, TextDelta]]) -> TextDelta:
+    """Both texts of what came in turn; it ends as the last of it."""
+    texts = ["".join(delta.text for is_inside, delta in parts if is_inside == wanted) for wanted in (False, True)]
+    num_ids, num_reasoning = (
+        sum(delta.num_ids for is_inside, delta in parts if is_inside >= least) for least in (0, 1)
+    )
+    return replace(parts[-1][1], text=texts[0], num_ids=num_ids, reasoning=texts[1], num_reasoning=num_reasoning)

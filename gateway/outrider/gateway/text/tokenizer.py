@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from outrider.rpc.vocabulary import (
     TokenizerFile,
     complete_backend,
     fingerprint,
+    panics_told,
     read_backend,
     read_json,
     special_tokens,
@@ -68,6 +70,7 @@ class Tokenizer:
         backend = read_backend(file) if file.is_file() else _convert_with_transformers(folder)
         return cls(backend, str(folder), config, find_chat_template(folder, config))
 
+    @panics_told()
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's ids; special tokens such as BOS are added where the checkpoint says so. Of a long text other
         threads run meanwhile: the library lets them for batches alone."""
@@ -78,6 +81,7 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    @panics_told()
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The whole text of ids; ids that have no token add nothing. Of many other threads run meanwhile."""
         text: str
@@ -88,7 +92,7 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Iterable[Mapping[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt's text of a conversation, with every special token in it. A template's own complaint is a
         ValueError; it is told to clients."""
@@ -100,6 +104,12 @@ class Tokenizer:
             )
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refused the conversation: {error}") from error
+
+    def with_template(self, template: ChatTemplate) -> Tokenizer:
+        """The same with another chat template."""
+        other = copy.copy(self)
+        other.chat_template = template
+        return other
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The id sequences of words that must not be generated, at the start of a text and within it, as in vLLM: the
@@ -182,6 +192,7 @@ def require_fit(field: str, num_chars: int, max_model_len: int) -> None:
 
 
 NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
+MAX_TEXT_CHARS = 4096  # of a push that are delivered only at its end
 MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
 
@@ -225,6 +236,11 @@ class TextStream:
         """Whether the completion has ended; what is pushed then does not count."""
         return self._finished
 
+    @property
+    def num_held(self) -> int:
+        """Characters that a push may have to look through beside its own: a few."""
+        return len(self._text)
+
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
@@ -232,16 +248,19 @@ class TextStream:
         `stop_token_id` is None. A stop string that completes at or before it wins."""
         if self._finished:
             return TextDelta("", 0)
-        new_text = ""
+        new_text, told = "", list[str]()
         for index, token_id in enumerate(ids):
+            if len(self._text) > MAX_TEXT_CHARS:  # else each token of a long push would copy what came before it
+                told.append(self._deliver(len(self._text) - self._num_held()))
             new_text = self._append(token_id)
             if stop := self._find_stop(len(new_text)):
-                return self._finish(TextDelta("", index + 1, FinishReason.STOP, stop_string=stop))
+                return self._finish(told, TextDelta("", index + 1, FinishReason.STOP, stop_string=stop))
         if finish_reason is None:
-            return TextDelta(self._deliver(len(self._text) - self._num_held()), len(ids))
+            told.append(self._deliver(len(self._text) - self._num_held()))
+            return TextDelta("".join(told), len(ids))
         if finish_reason is FinishReason.STOP and self._hides(stop_token_id):
             self._text = self._text[: len(self._text) - len(new_text)]
-        return self._finish(TextDelta("", len(ids), finish_reason, stop_token_id=stop_token_id))
+        return self._finish(told, TextDelta("", len(ids), finish_reason, stop_token_id=stop_token_id))
 
     def _append(self, token_id: int) -> str:
         self._num_output += 1
@@ -280,9 +299,9 @@ class TextStream:
         self._num_delivered = end - num_dropped
         return text
 
-    def _finish(self, delta: TextDelta) -> TextDelta:
+    def _finish(self, told: list[str], delta: TextDelta) -> TextDelta:
         self._finished = True
-        return replace(delta, text=self._deliver(len(self._text)))
+        return replace(delta, text="".join([*told, self._deliver(len(self._text))]))
 
 
 def earliest_stop(text: str, num_new: int, stops: Sequence[str]) -> tuple[int, str] | None:

@@ -40,7 +40,8 @@ HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], Head]] = {
 def load_head(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> Head:
     """Loads a head for a target. Raises UnsupportedModel (WrongCheckpoint) with the reason."""
     config = checkpoint.read_config(folder)
-    state = checkpoint.read_tensors(checkpoint.weight_files(folder))
+    checkpoint.tell_left_aside(folder, lone=True)
+    state = checkpoint.read_tensors(checkpoint.weight_files(folder, lone=True))
     method = head_of(config, state.keys())
     if method is None:
         raise UnsupportedModel(

@@ -9,10 +9,8 @@ from torch import Tensor
 from outrider.engine import checkpoint
 from outrider.engine.models.base import CausalLM, ReadableWeights, UnsupportedModel
 from outrider.engine.models.decoder_config import parse_config
-from outrider.engine.models.weights import text_model_state
+from outrider.engine.models.weights import EMBEDDINGS, HEAD, with_its_head
 from outrider.proposers.heads.head import TargetWeights
-
-EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def target_weights(folder: Path, model: CausalLM, expanded: bool = False) -> TargetWeights:
@@ -35,7 +33,9 @@ def target_weights(folder: Path, model: CausalLM, expanded: bool = False) -> Tar
 
 def _of_files(folder: Path, model: CausalLM) -> tuple[Tensor, Tensor]:  # [vocab, hidden] each
     """Copies: the model keeps its own in a layout of the product's alone."""
-    state = text_model_state(checkpoint.read_tensors(checkpoint.weight_files(folder)))
-    tied = parse_config(checkpoint.read_config(folder)).tied_embeddings
+    held = checkpoint.read_tensors(checkpoint.weight_files(folder))
+    config, state = with_its_head(parse_config(checkpoint.read_config(folder)), held)
     embeddings = state[EMBEDDINGS].to(device=model.device, dtype=model.dtype, copy=True)
-    return embeddings, embeddings if tied else state[OUTPUT].to(device=model.device, dtype=model.dtype, copy=True)
+    if config.tied_embeddings:
+        return embeddings, embeddings
+    return embeddings, state[HEAD].to(device=model.device, dtype=model.dtype, copy=True)

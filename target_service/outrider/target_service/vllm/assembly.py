@@ -39,6 +39,7 @@ from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.pictures import Pictures
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
+from outrider.target_service.vllm.same_weights import require_same_weights
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
 from outrider.vllm.link import EngineLink
 from outrider.vllm.link_messages import LinkEvent
@@ -104,6 +105,7 @@ async def start_engine(
     Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses, UnsupportedAdapter for
     adapters that cannot be used."""
     vllm_version()
+    await asyncio.to_thread(require_same_weights, settings)
     base, adapters = await asyncio.to_thread(adapters_of, settings)
     link, unlinked = (None if drafts_itself(settings) else EngineLink()), Unlinked()
     if link is not None:
@@ -346,6 +348,8 @@ def read_checkpoint(settings: TargetSettings, vllm_config: Any) -> Checkpoint:
     folder = Path(settings.model)
     config = checkpoint.read_config(folder)
     generation = checkpoint.read_json(folder / "generation_config.json")
+    if unheeded := checkpoint.unheeded_rules(generation):
+        log.warning("%s", unheeded)
     model = vllm_config.model_config
     return Checkpoint(
         digest=digest_of(folder),

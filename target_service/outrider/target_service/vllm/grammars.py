@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec
 from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
-from outrider.engine.grammar_source import schema_object
+from outrider.engine.grammar_source import lark_of_grammar, schema_object
 from outrider.engine.grammar_trial import TrialFailed
 from outrider.engine.structural_tag import lark_of
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
@@ -47,7 +47,7 @@ class VllmGrammars:
             raise ResourceExhausted(str(full), reason="BUSY", retry_after_ms=full.wait_ms) from full
         except TrialFailed as error:
             raise untried(error) from error
-        return structured_outputs_of(constraint, self._special_ids)
+        return await asyncio.to_thread(structured_outputs_of, constraint, self._special_ids)
 
     def close(self) -> None:
         """Ends the processes in which constraints are tried."""
@@ -71,5 +71,7 @@ def structured_outputs_of(constraint: StructuredOutput, special_ids: dict[str, i
         return StructuredOutputsParams(json=json.dumps(schema_object(json.loads(schema))))
     if constraint.structural_tag is not None:
         return StructuredOutputsParams(grammar=lark_of(constraint.structural_tag, special_ids))
+    if constraint.grammar is not None:
+        return StructuredOutputsParams(grammar=lark_of_grammar(constraint.grammar))
     choice = None if constraint.choice is None else list(constraint.choice)
-    return StructuredOutputsParams(regex=constraint.regex, grammar=constraint.grammar, choice=choice)
+    return StructuredOutputsParams(regex=constraint.regex, choice=choice)

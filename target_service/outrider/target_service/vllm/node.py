@@ -13,6 +13,7 @@ from multiprocessing import connection
 from outrider.engine.models.base import UnsupportedModel
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.assembly import engine_args, told_of_threads, use_first_runner
+from outrider.target_service.vllm.same_weights import require_same_weights
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ async def serve(settings: TargetSettings) -> None:
 
 def compute(settings: TargetSettings) -> None:
     """vLLM's workers of this host; `vllm serve --headless` does the same, and ends by a signal alone."""
+    require_same_weights(settings)
     use_first_runner()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -29,17 +29,13 @@ class ToolCallDelta:
     arguments: str = ""
     num_before: int = 0  # characters of the completion's text that come before it
 
-    def followed_by(self, later: ToolCallDelta) -> ToolCallDelta:
-        """Both as one."""
-        return replace(self, arguments=self.arguments + later.arguments)
-
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Whole calls of their pieces, in order."""
-    calls: dict[int, ToolCallDelta] = {}
+    calls: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        calls[delta.index] = calls[delta.index].followed_by(delta) if delta.index in calls else delta
-    return tuple(calls.values())
+        calls.setdefault(delta.index, []).append(delta)
+    return tuple(replace(pieces[0], arguments="".join(each.arguments for each in pieces)) for pieces in calls.values())
 
 
 NUM_SHORT = 9  # characters of an id that Mistral's templates accept

@@ -16,22 +16,36 @@ from outrider.rpc.sampling_params import StructuredOutput
 
 MAX_CALLS = 32  # of a constrained completion
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANSWERS = ("json_schema", "json_object", "choice")  # kinds of a constraint that may stand beside calls
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}  # as targets have it for an answer without calls
 
 
 def calls_grammar(
-    tool_format: ToolFormat, tools: Sequence[Tool], specials: Mapping[str, int], *, required: bool, parallel: bool
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    specials: Mapping[str, int],
+    *,
+    required: bool,
+    parallel: bool,
+    answer: StructuredOutput | None = None,
 ) -> StructuredOutput:
     """Calls of these tools, one if not `parallel`. `specials`: ids of the markers that are tokens. `required`: nothing
-    but calls, else any text, in which what begins as a call is one of these."""
+    but calls, else any text, in which what begins as a call is one of these; with `answer`, a kind of ANSWERS, such a
+    text, or calls in place of it."""
     layout = (tool_format.several or tool_format.layout) if parallel else tool_format.layout
     rules = _Rules(specials)
     again = f" ({rules.names('next', tools)}){{0,{MAX_CALLS - 1}}}" if parallel else ""
-    marker = "" if required else next(iter(tool_format.parser.markers), "")
+    marker = "" if required or answer is not None else next(iter(tool_format.parser.markers), "")
     if not (layout.opening + layout.before).startswith(marker):
         marker = ""  # it may begin without
     rules.add("calls", f"({rules.names('first', tools)}){again} {rules.text(layout.closing)}")
     for index, tool in enumerate(tools):
         schema = _schema(tool, required)
+        if answer is not None and tool_format.parser.bare:
+            call = f"%json {_as_json(layout, tool, schema)}"
+            rules.add(f"first_{index}", f"{rules.text(layout.opening)} {call}")
+            rules.add(f"next_{index}", f"{rules.text(layout.between)} {call}")
+            continue
         arguments = rules.elements(schema) if tool_format.in_xml else "%json " + _written(schema)
         opening = (layout.opening + _named(layout, tool)).removeprefix(marker)
         _add_call(rules, f"first_{index}", opening, arguments, layout)
@@ -39,6 +53,9 @@ def calls_grammar(
             _add_call(rules, f"next_{index}", layout.between + _named(layout, tool), arguments, layout)
     if required:
         start = "calls"
+    elif answer is not None:
+        start = "calls | answer"
+        rules.add("answer", _answer(answer))
     elif not marker:
         start = "calls | other"
         rules.add("other", r"/([ \t\r\n]*[^{\[ \t\r\n](.|\n)*)?/")
@@ -46,6 +63,21 @@ def calls_grammar(
         start = "(head calls)* TEXT" if parallel else "head calls | TEXT"
         rules.add_head(marker)
     return StructuredOutput(grammar=f"%llguidance {{}}\nstart: {start}\n{rules.lines}")
+
+
+def _as_json(layout: Layout, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """A call that is JSON, as the answer in whose place it stands: where both begin alike, they are of one lexer."""
+    key = "parameters" if '"parameters"' in layout.before else "arguments"
+    call = {"properties": {"name": {"const": tool.name}, key: schema}, "required": ["name", key]}
+    whole = {**ANY_OBJECT, **call, "additionalProperties": False, "x-guidance": JSON_OPTIONS}
+    return json.dumps({**whole, **{name: schema[name] for name in _DEFINITIONS if name in schema}}, ensure_ascii=False)
+
+
+def _answer(answer: StructuredOutput) -> str:
+    if answer.choice is not None:
+        return " | ".join(map(_quoted, answer.choice))
+    schema = json.loads(answer.json_schema) if answer.json_schema is not None else ANY_OBJECT
+    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **(schema if isinstance(schema, dict) else {})})
 
 
 def _named(layout: Layout, tool: Tool) -> str:
@@ -67,6 +99,7 @@ def _written(schema: Mapping[str, Any]) -> str:
 _OPEN = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 )
+_DEFINITIONS = ("$defs", "definitions")
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -101,7 +134,7 @@ class _Rules:
         for key, given in schema.get("properties", {}).items():
             own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
             end, opening = "\n</parameter>\n", _quoted(f"<parameter={key}>\n")
-            whole = {**own, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}}
+            whole = {**own, **{name: schema[name] for name in _DEFINITIONS if name in schema}}
             if not is_text(own):
                 part = f"{opening} %json {_written(whole)} {_quoted(end)}"
             elif isinstance(own.get("enum"), list):

@@ -3,7 +3,11 @@
 A format's parser is a coroutine over characters, so that the same text gives the same calls however it is split. What
 may become a marker is held back. A call is told as soon as its name is known and its arguments begin, and these as they
 come. What turns out to be no call is plain text: all of it where nothing of the call was told, else what follows the
-last valid character of its arguments. White space around calls is dropped, where there is no other text."""
+last valid character of its arguments; but behind a call the beginning of a mark, or of another call, which the end has
+cut, is dropped. White space around calls is dropped, where there is no other text.
+
+What is read costs in proportion to its length, whatever stands in it: no text is copied or looked through once more for
+each marker in it, or for each piece in which it comes."""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.gateway.text.tokenizer import held_back
-from outrider.gateway.text.tools.calls import ToolCallDelta
+from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 
 MAX_CALLS = 128  # of a completion; further ones are text
 MAX_HEAD_CHARS = 16 * 1024  # of a call before it is told
@@ -50,16 +54,23 @@ class ToolParser(ABC):
 
     def __init__(self, call_id: Callable[[int], str], functions: Mapping[str, Mapping[str, Any]]) -> None:
         self._call_id, self.functions = call_id, functions  # these by name, with the schemas of their parameters
-        self._buffer, self._at = "", 0  # characters from the first that is not told, and how many of them are read
-        self._ended = False
-        self._out = Parsed()
+        self._marker = re.compile("|".join(map(re.escape, self.markers)) or "(?!)")
+        self._buffer = ""
+        self._at = self._told = 0  # how far it is read, and how far it is text or of a call
+        self._num_apart = 0  # characters of a long element, which are not in the buffer until it ends
+        self._ended = self._is_unclosed = False  # unclosed: an element goes on to the end
+        self._said, self._pieces = list[str](), list[ToolCallDelta]()  # since the last push
         self.num_calls = self._num_said = 0
-        self._told = 0  # characters of the buffer that are told, in a call's arguments
         self._in_arguments = False
         self._blank = True  # no text since the beginning or the last call
-        self._space = ""  # white space alone between that and a marker
+        self._spaces = list[str]()  # white space alone since then: of no use if a call follows
         self._reader = self._read()
         next(self._reader)
+
+    @property
+    def num_held(self) -> int:
+        """Characters of which it isn't known yet what they are: what comes next may have them all looked through."""
+        return self._num_apart + len(self._buffer)
 
     def push(self, text: str) -> Parsed:
         """What further text adds."""
@@ -78,65 +89,82 @@ class ToolParser(ABC):
 
     def _advance(self) -> Parsed:
         next(self._reader, None)
-        out, self._out = self._out, Parsed()
-        return out
+        parsed = Parsed("".join(self._said), list(join_calls(self._pieces)))
+        self._said, self._pieces = [], []
+        return parsed
 
     def _read(self) -> Reading:
-        bare = False
-        if self.bare:
-            yield from self.skip_spaces()
-            char = yield from self.peek()
-            bare = bool(char) and char in self.bare
+        bare = bool(self.bare) and (yield from self._is_bare())
         while True:
             marker = ""
             if not bare:
-                self._at = 0
+                self._at = self._told
                 marker = yield from self._next_marker()
                 if not marker:
                     return
             bare, num_before = False, self.num_calls
             try:
                 yield from self.calls(marker)
+                self.end_call()
             except NoCall:
                 self._stop_arguments()
-                self._at = self._told
-                if self.num_calls == num_before:  # its beginning is text; in the rest may be others
-                    self._at = max(1, len(marker))
-                    self._say(self._space + self._buffer[: self._at])
-            self._buffer, self._at, self._told = self._buffer[self._at :], 0, 0
+                if self._blank and self.num_calls and self._is_at_end():  # it has cut a call's mark, or another call
+                    self._told = self._at
+                elif self.num_calls == num_before:  # its beginning is text; in the rest may be others
+                    self._say_to(self._told + max(1, len(marker)))
+            self._spaces.clear()
+
+    def _is_bare(self) -> Generator[None, None, bool]:
+        """Whether the text begins as a call without a marker."""
+        try:
+            yield from self.skip_spaces()
+            char = yield from self.peek()
+        except NoCall:
+            return False
+        return bool(char) and char in self.bare
 
     def _next_marker(self) -> ReadingText:
         """Tells text up to the next marker, which is read, too; empty at the end."""
         while True:
-            found = min(
-                ((at, marker) for marker in self.markers if (at := self._buffer.find(marker)) >= 0), default=None
-            )
+            knows_more = self.num_calls < MAX_CALLS
+            found = self._marker.search(self._buffer, self._told) if knows_more else None
             if found is not None:
-                at, marker = found
-                before, self._space = self._buffer[:at], ""
-                if self._blank and not before.strip(SPACES):
-                    self._space = before  # of no use once a call follows
-                else:
-                    self._say(before)
-                self._buffer, self._at = self._buffer[at:], len(marker)
-                return marker
-            num_held = 0 if self._ended else held_back(self._buffer, self.markers)
-            end = len(self._buffer) - num_held
-            if self._blank and not self._ended and not self._buffer[:end].strip(SPACES):
-                end = 0
-            self._say(self._buffer[:end])
-            self._buffer = self._buffer[end:]
+                self._say_to(found.start(), may_wait=True)
+                self._at = found.end()
+                if 2 * self._told > len(self._buffer):  # so that what is copied is less than what is forgotten
+                    self._forget()
+                return found[0]
+            if self._ended and self._blank and self.num_calls:
+                rest = self._buffer[self._told :].lstrip(SPACES)
+                if any(marker.startswith(rest) for marker in self.markers):  # the end has cut the next call's
+                    return ""
+            num_held = held_back(self._buffer, self.markers) if knows_more and not self._ended else 0
+            self._say_to(max(self._told, len(self._buffer) - num_held), may_wait=not self._ended)
             if self._ended:
                 return ""
+            self._forget()
             yield
 
-    def _say(self, text: str) -> None:
-        """Tells text; white space alone that ends it after a call is dropped."""
-        if self._ended and self._blank and self.num_calls and not text.strip(SPACES):
+    def _say_to(self, end: int, may_wait: bool = False) -> None:
+        """Tells text up to a place. White space alone waits for what follows, if it may; behind a call none is told."""
+        text, self._told = self._buffer[self._told : end], end
+        is_blank = self._blank and not text.strip(SPACES)
+        self._spaces.append(text)
+        if is_blank and (may_wait or (self._ended and self.num_calls)):
             return
-        self._out.text += text
+        text = "".join(self._spaces)
+        self._spaces.clear()
+        self._said.append(text)
         self._num_said += len(text)
-        self._blank = self._blank and not text.strip(SPACES)
+        self._blank = is_blank
+
+    def _is_at_end(self) -> bool:
+        """Whether all is read, and nothing follows."""
+        return self._ended and self._at >= len(self._buffer)
+
+    def _forget(self) -> None:
+        """What is told; nothing keeps a place in the buffer here."""
+        self._buffer, self._at, self._told = self._buffer[self._told :], self._at - self._told, 0
 
     # What the formats' coroutines are made of.
 
@@ -145,19 +173,13 @@ class ToolParser(ABC):
         while self._at >= len(self._buffer):
             if self._ended:
                 return ""
-            self._tell_arguments()
+            if self._in_arguments:
+                self._tell_arguments()
+                self._forget()
             yield
         if not self._in_arguments and self._at - self._told > MAX_HEAD_CHARS:
             raise NoCall
         return self._buffer[self._at]
-
-    def take(self) -> ReadingText:
-        """The next character."""
-        char = yield from self.peek()
-        if not char:
-            raise NoCall
-        self._at += 1
-        return char
 
     def skip_spaces(self) -> Reading:
         """White space, if there is any."""
@@ -176,28 +198,37 @@ class ToolParser(ABC):
         self._at -= 1
 
     def follows(self, text: str, spaces: bool = True) -> Generator[None, None, bool]:
-        """Whether this text is next, after white space; it is read then, else nothing is."""
+        """Whether this text is next, after white space; it is read then, else nothing is. NoCall where the end has cut
+        it."""
         before = self._at
         try:
             if spaces:
                 yield from self.skip_spaces()
             yield from self.literal(text)
         except NoCall:
+            if self._is_at_end():
+                raise
             self._at = before
             return False
         return True
 
     def until(self, ends: tuple[str, ...], most: int = MAX_NAME_CHARS) -> Generator[None, None, tuple[str, str]]:
         """The text up to the first of some ends, and that end; both are read."""
-        begin = self._at
+        begin, most = self._at, most + max(map(len, ends)) + 1
         while True:
-            yield from self.take()
-            read = self._buffer[begin : self._at]
-            for end in ends:
-                if read.endswith(end):
-                    return read[: -len(end)], end
-            if len(read) > most + max(map(len, ends)):
+            text = self._buffer[begin : begin + most]
+            found = [(place + len(end), end) for end in ends if (place := text.find(end)) >= 0]
+            if found:
+                break
+            if self._ended or len(text) == most:
+                self._at += len(text)
                 raise NoCall
+            yield
+        length, end = min(found)
+        self._at = begin + length
+        if self._at - 1 - self._told > MAX_HEAD_CHARS:
+            raise NoCall
+        return text[: length - len(end)], end
 
     def call_object(self, known: bool = False) -> Reading:
         """One call as an object with `name`, and `arguments` or `parameters`, also inside `function`. `known`: of the
@@ -233,32 +264,34 @@ class ToolParser(ABC):
 
     def through(self, end: str) -> ReadingText:
         """The text up to an end, of any length; both are read."""
-        begin = self._at
-        while (found := self._buffer.find(end, self._at)) < 0:
-            self._at = max(begin, len(self._buffer) - len(end) + 1)
-            if self._ended:
-                raise NoCall
+        begin, apart = self._at, list[str]()
+        while (found := -1 if self._is_unclosed else self._buffer.find(end, self._at)) < 0 and not self._ended:
+            num_read = max(self._at, len(self._buffer) - len(end) + 1)
+            apart.append(self._buffer[:num_read])
+            self._buffer, self._at, self._num_apart = self._buffer[num_read:], 0, self._num_apart + num_read
             yield
-        self._at = found + len(end)
-        return self._buffer[begin:found]
+        before, self._num_apart = "".join(apart), 0
+        if before:
+            self._buffer = before + self._buffer
+        if found < 0:
+            self._is_unclosed = True  # nor does one end that begins later
+            raise NoCall
+        self._at = len(before) + found + len(end)
+        return self._buffer[begin : self._at - len(end)]
 
     def tell_call(self, name: str, arguments: str = "") -> None:
         """A call begins; with arguments it is whole."""
         if self.num_calls >= MAX_CALLS:
             raise NoCall
         number = self.num_calls
-        self._out.calls.append(ToolCallDelta(number, self._call_id(number), name, arguments, self._num_said))
+        self._pieces.append(ToolCallDelta(number, self._call_id(number), name, arguments, self._num_said))
         self.num_calls += 1
         self._blank = True
         self.end_call()
 
     def tell_more(self, arguments: str) -> None:
         """A further piece of the last call's arguments, in JSON, of what was read up to here."""
-        piece, calls = ToolCallDelta(self.num_calls - 1, "", "", arguments, self._num_said), self._out.calls
-        if calls and calls[-1].index == piece.index:
-            calls[-1] = calls[-1].followed_by(piece)
-        else:
-            calls.append(piece)
+        self._pieces.append(ToolCallDelta(self.num_calls - 1, "", "", arguments, self._num_said))
         self.end_call()
 
     def end_call(self) -> None:
@@ -280,7 +313,6 @@ class ToolParser(ABC):
         if not self._in_arguments or self._told == self._at:
             return
         self.tell_more(self._buffer[self._told : self._at])
-        self._buffer, self._told, self._at = self._buffer[self._at :], 0, 0
 
     def _members(self, call: _Call, known: bool) -> Reading:
         yield from self.literal("{")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.tokenizer import TextDelta, Tokenizer
 from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
-from outrider.gateway.text.tools.constraint import calls_grammar
+from outrider.gateway.text.tools.constraint import ANSWERS, calls_grammar
 from outrider.gateway.text.tools.formats import AUTO, FORMATS, ToolFormat, detect
 from outrider.gateway.text.tools.parser import NAME, ToolParser
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, quoted, shown
@@ -28,6 +28,7 @@ MAX_CONSTRAINT_CHARS = 64 * 1024  # of the grammar that they come to
 CHOICES = ("auto", "none", "required")
 STRUCTURED_OUTPUT = "sampling.structured_output"  # the capability
 _NAMED = '{"type": "function", "function": {"name": ...}}'
+_ALLOWED = f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or "required", "tools": [{_NAMED}]}}}}'
 
 
 class AnswerText(Protocol):
@@ -40,6 +41,11 @@ class AnswerText(Protocol):
         """Whether the completion has ended."""
         ...
 
+    @property
+    def num_held(self) -> int:
+        """Characters that a push may have to look through beside its own."""
+        ...
+
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
@@ -50,14 +56,19 @@ class AnswerText(Protocol):
 class ToolStream:
     """The text of a completion without its calls, and these."""
 
-    def __init__(self, text: AnswerText, parser: ToolParser, parallel: bool = True) -> None:
-        self._text, self._parser, self._parallel = text, parser, parallel
+    def __init__(self, text: AnswerText, parser: ToolParser, parallel: bool = True, required: bool = False) -> None:
+        self._text, self._parser, self._parallel, self._required = text, parser, parallel, required
         self.resumed = self._parsed(text.resumed)
 
     @property
     def finished(self) -> bool:
         """Whether the completion has ended."""
         return self._text.finished
+
+    @property
+    def num_held(self) -> int:
+        """Characters that a push may have to look through beside its own."""
+        return self._parser.num_held
 
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
@@ -71,7 +82,8 @@ class ToolStream:
             parts.append(self._parser.finish())
             if delta.finish_reason is FinishReason.STOP and self._parser.num_calls:
                 delta.finish_reason = FinishReason.TOOL_CALLS
-        delta.text = "".join(part.text for part in parts)
+        told = () if self._required else parts  # of nothing but calls any text is what the end has cut
+        delta.text = "".join(part.text for part in told)
         calls = join_calls(call for part in parts for call in part.calls)
         delta.tool_calls = tuple(call for call in calls if self._parallel or call.index == 0)
         return delta
@@ -86,6 +98,7 @@ class ToolUse:
     tokenizer: Tokenizer  # gives the text of the markers of calls, though they are special tokens
     parallel: bool  # else the first call counts
     constraint: StructuredOutput | None
+    required: bool = False  # the constraint has nothing but calls
 
     def stream(self, prepared: Prepared, index: int) -> AnswerText:
         """The text and the calls of a completion."""
@@ -93,7 +106,7 @@ class ToolUse:
             prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
         )
         parser = self.format.parser(ids, self.functions)
-        return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel)
+        return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel, self.required)
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
         """A refusal of the constraint, which nobody asked for by that name."""
@@ -117,27 +130,33 @@ def tool_use(
         return None
     before = found.count
     tools = _read_tools(found, request.tools)
-    choice = _read_choice(found, request.tool_choice, tools)
+    choice, answer = _read_choice(found, request.tool_choice, tools), sampling.structured_output
     if not isinstance(request.parallel_tool_calls, bool):
         found.add("parallel_tool_calls", f"is {shown(request.parallel_tool_calls)}", "true or false")
     tool_format = _format(tokenizer)
-    if tool_format is None:
-        found.add("tools", "are none that the chat template shows to the model", "no tools, or a gateway's tool_parser")
-    if choice != "none" and sampling.structured_output is not None:
-        found.add("tools", "are given beside structured output", 'one of them, or tool_choice "none"')
-    if choice != "none" and not sampling.detokenize:
-        found.add("tools", "need text, and detokenize is false", "tools with detokenize true")
-    if found.count > before or tool_format is None or choice == "none":
+    if choice.mode == "none":
         return None
-    callable_tools = [tool for tool in tools if choice in ("auto", "required", tool.name)]
-    constraint = _constraint(found, request, tool_format, callable_tools, choice, tokenizer)
+    if tool_format is None:
+        allowed = 'no tools, tool_choice "none", or a gateway that is told by --tool-parser how the model calls'
+        found.add("tools", "are none that the chat template shows to the model", allowed)
+    if answer is not None and choice.mode == "required":
+        found.add("tools", "are required beside structured output", 'one of them, or tool_choice "auto" or "none"')
+    elif answer is not None and answer.kind not in ANSWERS:
+        found.add("tools", f"are given beside a {answer.kind}", f'{", ".join(ANSWERS)}, or tool_choice "none"')
+    if not sampling.detokenize:
+        found.add("tools", "need text, and detokenize is false", "tools with detokenize true")
+    if found.count > before or tool_format is None:
+        return None
+    callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
+    constraint = _constraint(found, request, tool_format, callable_tools, choice, tokenizer, answer)
     if constraint is not None and STRUCTURED_OUTPUT not in capabilities:
-        where = "tools" if choice == "auto" else "tool_choice"
-        what = "are strict" if choice == "auto" else "is not auto or none"
+        is_strict = choice.mode == "auto" and choice.names is None
+        where, what = ("tools", "are strict") if is_strict else ("tool_choice", "is not auto or none")
         found.add(where, f"{what}, which needs a target with structured output", "tools that are not strict, and auto")
     functions = {tool.name: tool.parameters for tool in callable_tools}
     showing = _showing(tokenizer, tool_format)
-    return ToolUse(tool_format, functions, showing, request.parallel_tool_calls, constraint)
+    required = choice.mode == "required"
+    return ToolUse(tool_format, functions, showing, request.parallel_tool_calls, constraint, required)
 
 
 def _constraint(
@@ -145,16 +164,18 @@ def _constraint(
     request: GenerationRequest,
     tool_format: ToolFormat,
     tools: Sequence[Tool],
-    choice: str,
+    choice: _Choice,
     tokenizer: Tokenizer,
+    answer: StructuredOutput | None,
 ) -> StructuredOutput | None:
     """None where the model writes what it wants."""
-    if choice == "auto" and not any(tool.strict for tool in tools):
+    is_free = choice.mode == "auto" and choice.names is None and answer is None
+    if is_free and not any(tool.strict for tool in tools):
         return None
     texts = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
     markers = {text: texts[text] for text in _markers(tool_format) if text in texts}
-    parallel = request.parallel_tool_calls and choice in ("auto", "required")
-    constraint = calls_grammar(tool_format, tools, markers, required=choice != "auto", parallel=parallel)
+    parallel, required = request.parallel_tool_calls and not choice.single, choice.mode == "required"
+    constraint = calls_grammar(tool_format, tools, markers, required=required, parallel=parallel, answer=answer)
     size = len(constraint.grammar or "")
     if size > MAX_CONSTRAINT_CHARS:
         found.add("tools", f"have schemas of {size} characters as a grammar", f"at most {MAX_CONSTRAINT_CHARS}")
@@ -236,8 +257,8 @@ def _read_tool(found: Violations, where: str, given: Any) -> Tool:
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         found.add(f"{where}.function.description", f"is {shown(description)}", "a text")
-    if parameters is None:
-        parameters = {"type": "object"}
+    if parameters is None:  # it takes no arguments
+        parameters = {"type": "object", "properties": {}}
     elif not isinstance(parameters, Mapping):
         found.add(f"{where}.function.parameters", f"is {shown(parameters)}", "a JSON schema, an object")
         parameters = {}
@@ -249,22 +270,49 @@ def _read_tool(found: Violations, where: str, given: Any) -> Tool:
     return Tool(name, parameters, strict is True)
 
 
-def _read_choice(found: Violations, given: Any, tools: Sequence[Tool]) -> str:
-    """One of CHOICES, or the name of the function that is to be called."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a tool_choice comes to."""
+
+    mode: str  # of CHOICES
+    names: tuple[str, ...] | None = None  # of the functions that may be called; None: all
+    single: bool = False  # one call
+
+
+def _read_choice(found: Violations, given: Any, tools: Sequence[Tool]) -> _Choice:
+    """What is wrong is added to `found`."""
     if given is None or given == "":
-        return "auto"
-    named = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, Mapping) else None
+        return _Choice("auto")
     if isinstance(given, str) and given in CHOICES:
         if given == "required" and not tools:
             found.add("tool_choice", "is 'required', and there are no tools", "auto or none without tools")
-        return given
+        return _Choice(given)
+    where = "tool_choice"
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        allowed, where = given.get("allowed_tools"), f"{where}.allowed_tools"
+        mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+        if mode in ("auto", "required") and isinstance(listed, list) and listed:
+            places = enumerate(listed)
+            return _Choice(mode, tuple(_read_named(found, f"{where}.tools[{at}]", one, tools) for at, one in places))
+        found.add(where, "names no mode and tools", _ALLOWED)
+        return _Choice("auto")
+    if isinstance(given, Mapping) and given.get("type") == "function":
+        return _Choice("required", (_read_named(found, where, given, tools),), single=True)
+    found.add(where, f"is {quoted(given)}", f"{', '.join(CHOICES)}, {_NAMED} or {_ALLOWED}")
+    return _Choice("auto")
+
+
+def _read_named(found: Violations, where: str, given: Any, tools: Sequence[Tool]) -> str:
+    """The name of a function of the request's; empty: it is none, which is added to `found`."""
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        found.add("tool_choice", f"is {quoted(given)}", f"{', '.join(CHOICES)}, or {_NAMED}")
-    elif name not in [tool.name for tool in tools]:
+        found.add(where, f"is {quoted(given)}", _NAMED)
+        return ""
+    if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools[:16]) or "none without tools"
-        found.add("tool_choice.function.name", f"is {quoted(name)}, which is not in tools", known)
-    return name if isinstance(name, str) else "auto"
+        found.add(f"{where}.function.name", f"is {quoted(name)}, which is not in tools", known)
+    return name
 
 
 def _format(tokenizer: Tokenizer) -> ToolFormat | None:

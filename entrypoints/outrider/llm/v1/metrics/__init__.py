@@ -1,0 +1,1 @@
+"""Where vLLM's modules of this name are."""

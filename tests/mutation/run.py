@@ -1,0 +1,82 @@
+"""Every mutant of `mutants.py` is killed by its test: `make mutants [ARGS="--only kernels"]`. Each runs in a copy of
+the tree in which its line stands, in a folder of its own; what is installed comes after the copy on the path."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from mutation.mutants import MUTANTS, Mutant  # noqa: E402  the path is set above
+
+LEFT_OUT = (".git", ".venv*", "results", "build", "dist", "__pycache__", ".*_cache", ".hypothesis")
+FAILED = 1  # pytest's status where a test failed; others say that none ran
+TIMEOUT_S = 600
+
+
+def fails(copy: Path, test: str) -> bool:
+    """Whether the test fails in that copy of the tree. RuntimeError if it did not run."""
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider", test]
+    done = subprocess.run(
+        command,
+        cwd=copy,
+        env=os.environ | quiet | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode not in (0, FAILED):
+        raise RuntimeError(f"{test}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == FAILED
+
+
+def survives(copy: Path, mutant: Mutant) -> bool:
+    """Puts the mutant into the copy, and takes it out again."""
+    file = copy / mutant.file
+    text = file.read_text(encoding="utf-8")
+    file.write_text(mutant.applied(text), encoding="utf-8")
+    try:
+        return not fails(copy, mutant.killed_by)
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def run_all(mutants: Sequence[Mutant], copy: Path) -> list[str]:
+    """What is wrong, a line each, in a copy that is made for it."""
+    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    found = [f"fails without a mutant: {test}" for test in sorted({m.killed_by for m in mutants}) if fails(copy, test)]
+    for mutant in mutants:
+        alive = survives(copy, mutant)
+        print(f"{'SURVIVES' if alive else 'killed':8} {mutant}", flush=True)
+        found += [f"survives: {mutant}"] * alive
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="mutants whose file or test has this in its name")
+    parser.add_argument("--processes", type=int, default=2)
+    asked = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if asked.only in f"{mutant.file} {mutant.killed_by}"]
+    shares = [share for first in range(asked.processes) if (share := chosen[first :: asked.processes])]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(shares) or 1) as pool:
+        copies = [Path(folder) / str(index) for index in range(len(shares))]
+        wrong = [line for lines in pool.map(run_all, shares, copies) for line in lines]
+    print(*wrong, sep="\n")
+    print(f"{len(chosen)} mutants, {len(wrong)} problems")
+    return bool(wrong) or not chosen
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

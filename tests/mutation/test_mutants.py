@@ -1,0 +1,31 @@
+"""No mutant is stale: its line stands in its file once, and the test that kills it is there."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+from mutation.mutants import MUTANTS, Mutant
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_it_can_be_made(mutant: Mutant) -> None:
+    text = (REPOSITORY / mutant.file).read_text(encoding="utf-8")
+    assert text.count(mutant.line) == 1 and mutant.applied(text) != text
+    ast.parse(mutant.applied(text))
+    file, name = mutant.killed_by.split("::")
+    assert name.partition("[")[0] in functions_of(file)
+
+
+def test_there_are_many() -> None:
+    assert len(MUTANTS) == len(set(MUTANTS)) >= 30
