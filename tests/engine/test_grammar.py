@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outrider.engine import grammar_trial
+from outrider.engine.ebnf import lark_of_ebnf
 from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
 from outrider.engine.grammar_trial import TrialFailed, Trials
 from outrider.engine.token_masks import Constraint
@@ -122,6 +124,13 @@ def test_it_allows_what_fits_and_nothing_else(
     for text in bad:
         ids = backend.encode(text).ids
         assert grammar.matcher().fits([*ids, END]) <= len(ids), text
+
+
+def test_ebnf_becomes_strings_as_every_release_of_llguidance_reads_them() -> None:
+    """1.7's Lark has the escapes of JSON in strings, and none by two digits."""
+    lark = lark_of_ebnf(r'root ::= "<" "\x41\\\"x5c" [^<]')
+    literals = re.findall(r'"((?:\\.|[^"])*)"', lark)
+    assert "".join(json.loads(f'"{text}"') for text in literals) == '<A\\"x5c', lark
 
 
 def allowed(row: Tensor) -> list[int]:

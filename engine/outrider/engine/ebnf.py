@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from llguidance.gbnf_to_lark import ASTNode, GbnfToLarkError, GrammarParser, RuleRefNode
+from llguidance.gbnf_to_lark import ASTNode, GbnfToLarkError, GrammarParser, LiteralNode, RuleRefNode
 
 _RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")  # begins no line of a Lark grammar
 # Literals, classes of characters, white space and comments, behind which a rule may go on, and any character.
@@ -18,6 +18,7 @@ _CHAR = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _CHARS = re.compile(_CHAR, re.DOTALL)
 _RANGES = re.compile(f"({_CHAR})-({_CHAR})|{_CHAR}", re.DOTALL)
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t"}
+_HEX = re.compile(r"\\x(..)")
 _ANY = "[\\x00-\U0010ffff]"
 
 
@@ -38,11 +39,13 @@ def lark_of_ebnf(grammar: str) -> str:
     if "root" not in names:
         raise ValueError("it has no rule 'root'")
     names["root"] = "start"
-    for reference in (node for rule in rules for node in _nodes(rule.alternatives)):
-        if isinstance(reference, RuleRefNode):
-            if reference.name not in names:
-                raise ValueError(f"it has no rule {reference.name!r:.100}")
-            reference.name = names[reference.name]
+    for node in (node for rule in rules for node in _nodes(rule.alternatives)):
+        if isinstance(node, LiteralNode):
+            node.value = _HEX.sub(r"\\u00\1", node.value)  # llguidance 1.7 knows \x in regexes, but not in strings
+        if isinstance(node, RuleRefNode):
+            if node.name not in names:
+                raise ValueError(f"it has no rule {node.name!r:.100}")
+            node.name = names[node.name]
     return "\n".join(f"{names[rule.name]}: {rule.alternatives.simplify().top_str()}" for rule in rules)
 
 
