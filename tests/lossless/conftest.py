@@ -1,4 +1,6 @@
-"""Plain decoding of the identity proof's prompts keeps a core busy for most of a minute: it begins with the proof's
+"""What several files prove by: the outputs of plain decoding, and services over a small pair.
+
+Plain decoding of the identity proof's prompts keeps a core busy for most of a minute: it begins with the proof's
 first test, in a process of its own, and in the one worker that runs that file."""
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from lossless.plain import PlainOutputs
+from lossless.statistics import VOCAB, Pair, serving
 
 WORKS = ("invariant_work", "ordinary_work")  # parameters that hold an arithmetic and prompts
 
@@ -22,3 +25,10 @@ def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
                     arithmetic, work = params[name]
                     outputs.start(work.prompts, arithmetic)
         yield outputs
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair]:
+    drafts = ("opposite", "tempered", "mapped", "reencoded", "parallel")
+    with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, head=True, vocab_size=VOCAB) as running:
+        yield running

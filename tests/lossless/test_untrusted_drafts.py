@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lossless.chi_square import LEAST_P, p_values
 from lossless.statistics import BY_BLOCK, MODEL_SEED, TEMPERATURE_1, VOCAB, Setting, draw, exact_laws, target_in_process
-from lossless.test_statistics import LEAST_P, p_values
 from support.fakes import serving
 from support.models import tiny_hf_model
 from support.scripted_drafts import Hostile, HostileServicer, Send, packed

@@ -17,8 +17,8 @@ import grpc
 import httpx
 import pytest
 import torch
+from lossless.chi_square import LEAST_P_BY_CHANCE, draw_from
 from lossless.statistics import DRAFTS, LETTERS, LOGIT_SCALE, MODEL_SEED, VOCAB, Pair, Setting
-from lossless.test_statistics import LEAST_P_BY_CHANCE, draw_from
 from support.engines import hf_greedy
 from support.fakes import until
 from support.metrics import samples_of

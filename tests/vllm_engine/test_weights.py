@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lossless.test_statistics import p_value_by_context
+from lossless.chi_square import p_value_by_context
 from numpy.typing import NDArray
 from support.environment import SEED
 from support.kernels import BAD_VECTORS, packed
