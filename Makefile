@@ -96,10 +96,9 @@ $(VLLM_STAMP): pyproject.toml hatch_build.py
 test-vllm: $(VLLM_STAMP)
 	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
-# The files that take longest come first, and begin in both workers.
+# The files in their order, by which the two of the statistics, which take longest, begin beside one another.
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --prove tests/lossless/test_statistics.py \
-		tests/lossless/test_statistics_by_rule.py tests/lossless/test_identity.py tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
 		tests/e2e/test_bad_drafts.py tests/e2e/test_heads.py tests/e2e/test_methods.py tests/e2e/test_trees.py \
 		tests/test_packaging.py $(ARGS)
 
