@@ -93,12 +93,11 @@ from outrider.target_service.boot import (
     new_engine,
     new_grammars,
     new_runner,
-    with_grammars,
 )
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
-from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.threads import thread_split
 from outrider.target_service.vllm.assembly import SPECULATIVE, adapter_changes_of, start_engine
 from outrider.target_service.vllm.engine import VllmEngine
 
@@ -295,17 +294,15 @@ class LocalTarget(LocalVerifier):
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
-        info = info_of(settings, loaded, limits, head=head)
         grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
         self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
         self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
-        if grammars is not None:
-            info = with_grammars(info)
-            self.thread.ended.add_done_callback(lambda _: grammars.close())
+        self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
-        self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
+        self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
+        info = info_of(settings, loaded, limits, costs, head, capabilities=self.engine.capabilities)
+        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 
     def cache_usage(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -30,19 +30,19 @@ from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
+from outrider.rpc.messages import CAPABILITIES, OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
-from outrider.target_service.local_draft import check_tree
+from outrider.target_service.head_drafter import check_tree
 from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
-from outrider.target_service.profile import StepProfile, thread_split
+from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.threads import thread_split
 from outrider.target_service.vllm import assembly, node
 
 if TYPE_CHECKING:
@@ -82,12 +82,10 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
+    thread.ended.add_done_callback(lambda _: engine.close())
     costs = thread.call(engine.profile).result()
-    engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, head, adapters)
-    if grammars is not None:
-        info = with_grammars(info)
-        thread.ended.add_done_callback(lambda _: grammars.close())
+    engine.parts += thread_split(settings.threads, loaded.kernels, costs)
+    info = info_of(settings, loaded, limits, costs, head, adapters, engine.capabilities)
     changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
     servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
     if changes is not None:
@@ -128,7 +126,7 @@ def new_engine(
     engine.scheduler.max_forced = settings.max_forced_tokens
     if runner.adapters is not None:
         for name, adapter in (adapters or {}).items():
-            engine.add_adapter(_info_of_adapter(name, adapter), runner.adapters.prepare(adapter))
+            engine.adapters.table.add(_info_of_adapter(name, adapter), runner.adapters.prepare(adapter))
     return engine
 
 
@@ -150,7 +148,7 @@ def new_adapter_changes(
     if not settings.allow_adapter_changes or runner.adapters is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
+    return AdapterChanges(engine.adapters.table, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
 
 
 def _info_of_adapter(name: str, adapter: LoadedAdapter) -> Adapter:
@@ -165,11 +163,6 @@ def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | N
 
     layout = load_backend(folder)[0].to_str().encode()
     return grammars_of(layout, loaded.vocab_size, loaded.eos_token_ids, pin_memory=device != "cpu")
-
-
-def with_grammars(info: TargetInfo) -> TargetInfo:
-    """What a target says that has them."""
-    return replace(info, capabilities=(*info.capabilities, *CONSTRAINTS))
 
 
 def located(settings: TargetSettings) -> TargetSettings:
@@ -261,6 +254,7 @@ def info_of(
     step_costs: StepProfile = (),
     head: Head | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
+    capabilities: Sequence[str] = (),  # beside what every target can
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
@@ -274,4 +268,5 @@ def info_of(
         version=metadata.version("outrider"),
         methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
         adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
+        capabilities=(*CAPABILITIES, *capabilities),
     )

@@ -103,9 +103,10 @@ class Grammars:
             target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
         return None
 
-    def forget(self, target: TargetSequence, waits_for: Future[Any]) -> None:
-        """It ended while it waited."""
-        waits_for.cancel()
+    def forget(self, target: TargetSequence) -> None:
+        """It ended; it may have waited."""
+        if target.waits_for is not None:
+            target.waits_for.cancel()
         self._late.pop(target.key, None)
 
     def start(
@@ -294,14 +295,6 @@ def write_masks(plans: Sequence[SamplingRows], out: Tensor, clock: WorkClock) ->
 def spec_of(target: TargetSequence) -> GrammarSpec | None:
     """What a sequence is constrained by."""
     return GrammarSpec.of(target.open.sampling.structured_output, target.open.reasoning)
-
-
-def open_grammar(grammars: Grammars | None, target: TargetSequence) -> None:
-    """Starts to compile what a new sequence asks for. Raises InvalidArgument without grammars."""
-    if grammars is not None:
-        grammars.open(target)
-    else:
-        raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
 
 
 def refused(problem: str) -> InvalidArgument:

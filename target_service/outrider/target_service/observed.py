@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.rpc.messages import Load, StepTimings
 from outrider.rpc.telemetry import StepTracer
@@ -87,7 +87,8 @@ def _num_drafted(scheduled: ScheduledSequence) -> int:
 
 def stats_of(engine: TargetEngine) -> EngineStats:
     """The state of our engine; from any thread."""
-    pool, scheduler, draft, grammars = engine.cache.pool, engine.scheduler, engine.local_draft, engine.grammars
+    pool, scheduler = engine.cache.pool, engine.scheduler
+    of_parts: dict[str, Any] = {name: value for part in engine.parts for name, value in part.stats().items()}
     return EngineStats(
         engine.load(),
         num_open=len(scheduler.sequences),
@@ -98,16 +99,7 @@ def stats_of(engine: TargetEngine) -> EngineStats:
         num_found=scheduler.num_found,
         num_preempted=scheduler.num_preempted,
         num_rows_cut=scheduler.num_rows_cut,
-        head_steps=draft.num_steps if draft else 0,
-        head_seconds=draft.seconds if draft else 0.0,
-        head_drafted=draft.num_drafted if draft else 0,
-        num_refused_constraints=grammars.num_refused if grammars else 0,
-        num_late_masks=grammars.num_late if grammars else 0,
-        mask_seconds=grammars.mask_seconds if grammars else 0.0,
-        mask_wait_seconds=grammars.wait_seconds if grammars else 0.0,
-        num_adapters=len(engine.adapters),
-        adapter_sequences=engine.adapters.num_sequences(),
-        num_adapter_swaps=engine.num_adapter_swaps,
+        **of_parts,
     )
 
 
@@ -129,10 +121,10 @@ def step_watcher(metrics: TargetMetrics | None) -> Callable[[ObservedStep], None
     return partial(_tell_all, watchers) if watchers else None
 
 
-def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None] | None:
-    """The same, of our engine's steps."""
+def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None]:
+    """Traces and counts our engine's steps, where somebody asks for it."""
     watch = step_watcher(metrics)
-    return None if watch is None else lambda step: watch(observed(step))
+    return (lambda step: watch(observed(step))) if watch else lambda step: None
 
 
 def _tell_all(watchers: Sequence[Callable[[ObservedStep], None]], step: ObservedStep) -> None:

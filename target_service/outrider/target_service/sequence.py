@@ -3,6 +3,7 @@ becomes one, within the target's limits, or is refused with the reason."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -62,7 +63,7 @@ class TargetSequence:
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     seniority: tuple[float, int]  # when it came, later by its priority, then order of arrival: the least goes first
-    deadline: float | None  # on the scheduler's clock
+    deadline: float  # on the scheduler's clock
 
     # Its tokens, what computes them, and what the next ones are drawn by.
     sequence: CachedSequence
@@ -97,6 +98,11 @@ class TargetSequence:
     last_step: int = 0  # number of the last step that it was in
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     num_cached_ids: int = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is in no step until its constraint, or its masks, are there."""
+        return self.waits_for is not None
 
     @property
     def committed(self) -> int:
@@ -167,7 +173,7 @@ class TargetSequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether one more token may be committed."""
-        return self.until > self.committed and not self.finished and self.waits_for is None
+        return self.until > self.committed and not self.finished and not self.is_waiting
 
     def due(self, now: float) -> float | None:
         """When the next round may start: now or earlier if it may run, later while it waits for a chain, None
@@ -207,32 +213,30 @@ def admit(
     now: float,
     adapter: ServedAdapter | None = None,  # that it has
 ) -> TargetSequence:
-    """Makes the sequence. A child takes its parent's prompt ids at once. Raises an OutriderError that says why it is
-    not taken."""
-    whole = with_prompt(message, None if parent is None else parent.open)
+    """Makes the sequence of an Open with its prompt. Raises an OutriderError that says why it is not taken."""
     info = None if adapter is None else adapter.info
-    check_open(whole, limits, info)
-    sampler = _sampler(whole, limits)
+    check_open(message, limits, info)
+    sampler = _sampler(message, limits)
     digest = "" if info is None else info.digest
-    sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt, adapter=digest)
+    sequence = CachedSequence([*message.prompt_ids, *message.output_ids], salt=message.salt, adapter=digest)
     return TargetSequence(
         key=key,
-        open=whole,
-        prompt_len=len(whole.prompt_ids),
+        open=message,
+        prompt_len=len(message.prompt_ids),
         eos_ids=limits.eos_ids,
         sink=sink,
         arrival=arrival,
-        seniority=(now + PRIORITY_STEP_S * max(-MOST_STEPS, min(whole.priority, MOST_STEPS)), arrival),
-        deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
+        seniority=(now + PRIORITY_STEP_S * max(-MOST_STEPS, min(message.priority, MOST_STEPS)), arrival),
+        deadline=now + message.timeout_ms / 1000 if message.timeout_ms else math.inf,
         sequence=sequence,
         adapter=adapter,
         sampler=sampler,
-        random_key=RandomKey(whole.seed, whole.completion),
+        random_key=RandomKey(message.seed, message.completion),
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
-        next_chain=whole.first_chain,
+        next_chain=message.first_chain,
         last_commit=now,
         ready_since=now,
-        group=(parent.group or parent.key) if parent is not None else key,
+        group=(parent.group or parent.key) if parent else key,
     )
 
 

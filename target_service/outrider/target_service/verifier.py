@@ -189,7 +189,7 @@ class HostVerifier:
             if masks is not None:
                 judged = under_constraints(judged, members, chosen, lambda one: self._noise.rows(_spans([one])), masks)
             verified += verified_windows(chosen, members, *judged, token_mask=mask)
-        return [window for window in verified if window.scheduled.target.waits_for is None]
+        return [window for window in verified if not window.scheduled.target.is_waiting]
 
     @torch.inference_mode()
     def prepare(self, target: TargetSequence) -> bool:

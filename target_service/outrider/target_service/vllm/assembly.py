@@ -154,7 +154,7 @@ async def with_adapters(engine: VllmEngine, info: TargetInfo, adapters: Mapping[
         for name, adapter in adapters.items():
             if engine.vllm_adapters is not None:
                 told.append(Adapter(name, adapter.digest, adapter.rank))
-                engine.add_adapter(told[-1], await engine.vllm_adapters.prepare(adapter))
+                engine.adapters.add(told[-1], await engine.vllm_adapters.prepare(adapter))
     except UnsupportedAdapter as error:
         engine.stop()
         raise UnsupportedAdapter(f"adapter {name!r} (--adapter): {error}") from error
@@ -166,7 +166,7 @@ def adapter_changes_of(settings: TargetSettings, engine: VllmEngine, info: Targe
     if not settings.allow_adapter_changes or engine.vllm_adapters is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine, engine, engine.vllm_adapters, info.model.name, served)
+    return AdapterChanges(engine.adapters, engine, engine.vllm_adapters, info.model.name, served)
 
 
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:

@@ -31,7 +31,6 @@ from outrider.rpc.errors import (
 from outrider.rpc.logs import of
 from outrider.rpc.media import num_bytes
 from outrider.rpc.messages import (
-    Adapter,
     Close,
     Closed,
     Commit,
@@ -169,14 +168,6 @@ class VllmEngine:
             adapter_sequences=self.adapters.num_sequences(),
         )
 
-    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
-        """New sequences may have it. Raises ValueError for a name that is taken."""
-        self.adapters.add(info, prepared)
-
-    def remove_adapter(self, name: str) -> int:
-        """No new sequence gets it; returns how many go on with it. Raises NotFound."""
-        return self.adapters.remove(name)
-
     def _forget_adapter(self, prepared: PreparedAdapter) -> None:
         if self.vllm_adapters is not None:
             self.vllm_adapters.forget(prepared)
@@ -265,10 +256,8 @@ class VllmEngine:
     def _open(self, key: SequenceKey, message: Open, sink: Sink) -> None:
         now, num_tokens = time.monotonic(), len(message.prompt_ids) + message.sampling.max_tokens
         parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
-        inherited = None if parent is None else parent.adapter
-        is_lost = message.fork_of is not None and parent is None  # which `with_prompt` says
-        adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
-        whole = with_prompt(message, None if parent is None else parent.open)
+        whole = with_prompt(message, parent.open if parent else None)
+        adapter = self.adapters.find(message, parent.adapter if parent else None)
         check_request(whole, self.limits, self.capabilities, None if adapter is None else adapter.info)
         self._work.check(num_tokens, now, message.was_promised)
         if message.media:

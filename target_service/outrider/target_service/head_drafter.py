@@ -11,10 +11,12 @@ are made of, until a chain is wanted or their block is full, and are then comput
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,14 +29,19 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows
 from outrider.engine.token_tree import TokenTree
+from outrider.engine.worker import require_device
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.tree import Fork, GrowingTree, grow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.parts import Part
+from outrider.target_service.profile import StepProfile
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import HeadChain, TargetSequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -128,8 +135,8 @@ def _alone(token_id: int) -> BatchEntry:
     return BatchEntry([token_id], 0, [0], 1)
 
 
-class LocalDraft:
-    """One head and its cache. Called from the device thread, after a step was committed."""
+class HeadDrafter(Part):
+    """One head and its cache."""
 
     def __init__(
         self,
@@ -138,6 +145,7 @@ class LocalDraft:
         cache: KVCacheManager,
         drawer: Drawer,
         tree: TokenTree | None = None,  # what it drafts for greedy and coupled sequences; None: chains
+        clock: Callable[[], float] = time.monotonic,  # the engine's
     ) -> None:
         """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
         model = runner.model
@@ -145,12 +153,32 @@ class LocalDraft:
         self.head, self.tree = head, tree
         self.num_steps = self.num_drafted = 0  # since the start: steps that it was behind, and tokens drawn
         self.seconds = 0.0  # that they took
-        self._runner, self._manager, self._drawer = runner, cache, drawer
+        self._runner, self._manager, self._drawer, self._clock = runner, cache, drawer, clock
         num_blocks, size = runner.cache.num_blocks, runner.block_size
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
         self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
+
+    def measured(self, costs: StepProfile) -> None:
+        """Warms up."""
+        self.warm_up()
+
+    def committed(self, step: ComputedStep) -> None:
+        """A head that fails costs its drafts alone: what is not drafted is decoded plainly."""
+        try:
+            self.run(step)
+        except Exception:
+            require_device(self._runner.model.device)
+            log.exception("the head failed; the step's sequences go on without its drafts")
+        ended = self._clock()
+        for target in (scheduled.target for scheduled in step.scheduled):
+            if target.head_chain is not None:
+                target.ready_since = max(target.ready_since, ended)  # it did not wait: it was drafted for
+
+    def stats(self) -> Mapping[str, Any]:
+        """What it drafted, and how long that took."""
+        return {"head_steps": self.num_steps, "head_seconds": self.seconds, "head_drafted": self.num_drafted}
 
     @torch.inference_mode()
     def run(self, step: ComputedStep) -> None:
