@@ -22,11 +22,14 @@ from support.models import train_byte_level
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.engine import grammar_trial
-from outrider.engine.ebnf import lark_of_ebnf
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
-from outrider.engine.grammar_trial import TrialFailed, Trials
-from outrider.engine.token_masks import Constraint
+from outrider.engine.grammar import trial as grammar_trial
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.ebnf import lark_of_ebnf
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.masks import num_words
+from outrider.engine.grammar.source import GrammarSpec, ReasoningSpec
+from outrider.engine.grammar.trial import TrialFailed, Trials
 
 HAS_HANGUPS = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="started by nohup")
 PADDING = 40  # logits above the tokenizer's ids
@@ -237,7 +240,7 @@ def test_a_constraint_that_forces_a_long_text_is_slow(
 ) -> None:
     matcher = compiler.compile(GrammarSpec("choice", choices=("a quick one",))).matcher()
     assert matcher.forced(2) and not matcher.is_slow
-    monkeypatch.setattr("outrider.engine.grammar.SLOW_S", -1.0)
+    monkeypatch.setattr("outrider.engine.grammar.compiler.SLOW_S", -1.0)
     constraint = Constraint(matcher, (), 0)
     assert not matcher.is_slow and constraint.forced_after(0, (), 2)
     assert matcher.is_slow and matcher.copy().is_slow
@@ -489,7 +492,7 @@ def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
 def test_a_question_is_written_whole_though_its_writer_was_stopped_meanwhile() -> None:
     """Half a tokenizer has no end of its line: the process waited for it, and every sequence with that constraint."""
     data = bytes(range(1, 256)) * 4096 + b"\n"  # more than a pipe holds
-    source = "import io, sys; from outrider.engine.grammar_trial import write_whole\n"
+    source = "import io, sys; from outrider.engine.grammar.trial import write_whole\n"
     source += (
         f"print('ready', flush=True); write_whole(io.FileIO(int(sys.argv[1]), 'w'), {data[:255]!r} * 4096 + b'\\n')"
     )

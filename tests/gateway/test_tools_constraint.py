@@ -13,8 +13,9 @@ import pytest
 from support.fakes import EOS
 from support.tools import as_written, tool_tokenizer
 
-from outrider.engine import grammar_source
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec, Matcher
+from outrider.engine.grammar import source as grammar_source
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.text.tools.calls import Tool, join_calls
 from outrider.gateway.text.tools.constraint import JSON_OPTIONS, calls_grammar

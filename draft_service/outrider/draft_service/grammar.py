@@ -15,8 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Open
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.masks import allowed_ids, num_words
 from outrider.engine.staging import Column, StagedColumns
-from outrider.engine.token_masks import Constraint
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
 
 if TYPE_CHECKING:
-    from outrider.engine.grammar import Matcher
+    from outrider.engine.grammar.compiler import Matcher
 
 
 class SamplingLike(Protocol):
@@ -373,3 +374,19 @@ def row_sampling(columns: StagedColumns) -> RowSampling:
         min_p=columns["min_p"],
         truncation=Truncation(every_row, columns["top_k"], columns["top_p"]),
     )
+
+
+def is_stuck(sampler: SequenceSampler, drafted: Sequence[int]) -> bool:
+    """Whether a sequence's constraint and its other parameters together leave no token, here or behind some of these.
+    Raises GrammarError."""
+    constraint, size = sampler.constraint, sampler.vocab_size
+    if constraint is None:
+        return False
+    masks = torch.empty(len(drafted) + 1, num_words(size), dtype=torch.int32)
+    constraint.write_masks(sampler.num_output, drafted, 0, masks)
+    allowed = sampler.allowed_on(torch.device("cpu"))
+    known = set(range(size)) if allowed is None else set((allowed == 0).nonzero()[:, 0].tolist())
+    left = (
+        (known & allowed_ids(row, size)) - sampler.banned_after(drafted[:length]) for length, row in enumerate(masks)
+    )
+    return not all(left)

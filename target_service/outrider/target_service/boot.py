@@ -37,13 +37,14 @@ from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.head_drafter import check_tree
-from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
+from outrider.target_service.observed import stats_of
 from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
 from outrider.target_service.vllm import assembly, node
+from outrider.target_service.watchers import new_metrics, own_step_watcher
 
 if TYPE_CHECKING:
     from outrider.target_service.grammars import Grammars

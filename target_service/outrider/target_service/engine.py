@@ -41,7 +41,7 @@ from outrider.target_service.goodput import BatchingDelay
 from outrider.target_service.grammars import Grammars, stuck
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
-from outrider.target_service.parts import Adapters, Part, StepCosts, StepUnderWay, constraints_of
+from outrider.target_service.parts import Adapters, EnginePart, StepCosts, StepUnderWay, constraints_of
 from outrider.target_service.profile import StepProfile, measure_steps
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit, with_prompt
@@ -85,7 +85,7 @@ class TargetEngine:
         self._batching_delay, self._work = BatchingDelay(), OpenWork(limits.max_sequences, limits.max_open_tokens)
         self.adapters = Adapters(runner.adapters, self.scheduler)
         constraints = constraints_of(grammars, self.verifier, None if head is None else head.name)
-        self.parts: list[Part] = [constraints, self.adapters, StepCosts(self.scheduler)]
+        self.parts: list[EnginePart] = [constraints, self.adapters, StepCosts(self.scheduler)]
         if head is not None:
             drawer = Drawer(limits.vocab_size, runner.model.device)
             self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
@@ -331,7 +331,7 @@ def compute(
     runner: ModelRunner,
     verifier: StepVerifier,
     clock: Callable[[], float],
-    parts: Sequence[Part],
+    parts: Sequence[EnginePart],
 ) -> ComputedStep:
     """One pass over the model, and what the target says of the windows in it, without sequences whose masks are late;
     nothing is committed. Raises what model and verifier raise, or DeviceLost if the device is unusable after it."""
@@ -357,7 +357,7 @@ def judged(
     runner: ModelRunner,
     verifier: StepVerifier,
     clock: Callable[[], float],
-    parts: Sequence[Part],
+    parts: Sequence[EnginePart],
 ) -> list[VerifiedWindow]:
     """Launches a step's pass, and judges its windows."""
     for part in parts:
@@ -374,7 +374,7 @@ def judged(
     return verified
 
 
-def end(step: StepUnderWay, parts: Sequence[Part]) -> None:
+def end(step: StepUnderWay, parts: Sequence[EnginePart]) -> None:
     """A step's windows were judged, or it failed."""
     for part in parts:
         part.ended(step)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
-from outrider.engine.grammar_trial import TrialFailed
-from outrider.engine.sampler import SamplingRows
-from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.masks import ALL_BITS, num_words
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec
+from outrider.engine.grammar.trial import TrialFailed
+from outrider.engine.sampler import SamplingRows, is_stuck
 from outrider.engine.token_tree import path_to
 from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
 from outrider.rpc.logs import of

@@ -36,7 +36,7 @@ from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.tree import Fork, GrowingTree, grow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
-from outrider.target_service.parts import Part
+from outrider.target_service.parts import EnginePart
 from outrider.target_service.profile import StepProfile
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import HeadChain, TargetSequence
@@ -135,7 +135,7 @@ def _alone(token_id: int) -> BatchEntry:
     return BatchEntry([token_id], 0, [0], 1)
 
 
-class HeadDrafter(Part):
+class HeadDrafter(EnginePart):
     """One head and its cache."""
 
     def __init__(

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.grammar.masks import has_bit
 from outrider.engine.sampler import SamplingRows, assemble
-from outrider.engine.token_masks import has_bit
 from outrider.kernels.sampling.reference import adjust_logits, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
 from outrider.target_service.grammars import StepMasks

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.rpc.messages import Load, StepTimings
-from outrider.rpc.telemetry import StepTracer
-from outrider.target_service.settings import TargetSettings
 
 if TYPE_CHECKING:
     from outrider.target_service.engine import TargetEngine
-    from outrider.target_service.metrics import TargetMetrics
     from outrider.target_service.outputs import ComputedStep
     from outrider.target_service.scheduler import ScheduledSequence
 
@@ -100,51 +96,4 @@ def stats_of(engine: TargetEngine) -> EngineStats:
         num_preempted=scheduler.num_preempted,
         num_rows_cut=scheduler.num_rows_cut,
         **of_parts,
-    )
-
-
-def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
-    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
-    if not settings.metrics:
-        return None
-    from outrider.target_service.metrics import TargetMetrics
-
-    return TargetMetrics()
-
-
-def step_watcher(metrics: TargetMetrics | None) -> Callable[[ObservedStep], None] | None:
-    """Traces steps if tracing is on, and counts them; None where nobody does either."""
-    tracer = StepTracer.if_enabled("outrider.target")
-    watchers: list[Callable[[ObservedStep], None]] = []
-    watchers += [partial(trace_step, tracer)] if tracer is not None else []
-    watchers += [metrics.add_step] if metrics is not None else []
-    return partial(_tell_all, watchers) if watchers else None
-
-
-def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None]:
-    """Traces and counts our engine's steps, where somebody asks for it."""
-    watch = step_watcher(metrics)
-    return (lambda step: watch(observed(step))) if watch else lambda step: None
-
-
-def _tell_all(watchers: Sequence[Callable[[ObservedStep], None]], step: ObservedStep) -> None:
-    for watch in watchers:
-        watch(step)
-
-
-def trace_step(tracer: StepTracer, step: ObservedStep) -> None:
-    """A span of a step that has just ended."""
-    tracer.record(
-        "outrider.verify_step",
-        step.traceparents,
-        step.started_ns,
-        lambda: {
-            "outrider.step.rows": step.timings.num_rows,
-            "outrider.step.sequences": step.timings.num_sequences,
-            "outrider.step.drafted": step.num_drafted,
-            "outrider.step.accepted": step.num_accepted,
-            "outrider.step.draft_us": step.draft_us,
-            "outrider.step.forced": step.num_forced,
-            "outrider.step.mask_us": step.timings.mask_us,
-        },
     )

@@ -48,7 +48,7 @@ class StepUnderWay:
         return 0 if self.masks is None else round(self.masks.wait_s * 1e6)
 
 
-class Part:
+class EnginePart:
     """The hooks, which do nothing unless a part says otherwise."""
 
     capabilities: tuple[str, ...] = ()  # that the target says it has
@@ -93,7 +93,7 @@ class Part:
         """The device thread has ended."""
 
 
-class Constraints(Part):
+class Constraints(EnginePart):
     """Masks of what may follow, made on other threads."""
 
     capabilities = CONSTRAINTS
@@ -149,7 +149,7 @@ class Constraints(Part):
         self._grammars.close()
 
 
-class NoConstraints(Part):
+class NoConstraints(EnginePart):
     """Of a target without a tokenizer that says its tokens' bytes."""
 
     def opened(self, target: TargetSequence) -> None:
@@ -158,7 +158,7 @@ class NoConstraints(Part):
             raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
 
 
-def constraints_of(grammars: Grammars | None, verifier: StepVerifier, head: str | None) -> Part:
+def constraints_of(grammars: Grammars | None, verifier: StepVerifier, head: str | None) -> EnginePart:
     """What serves constraints, or refuses them; `head` is the method that drafts beside the model."""
     if grammars is None:
         return NoConstraints()
@@ -166,7 +166,7 @@ def constraints_of(grammars: Grammars | None, verifier: StepVerifier, head: str 
     return Constraints(grammars, verifier)
 
 
-class Adapters(Part):
+class Adapters(EnginePart):
     """The adapters that sequences may name. Without room on the device (`resident`) there never is one."""
 
     def __init__(self, resident: ResidentAdapters | None, scheduler: TargetScheduler) -> None:
@@ -205,7 +205,7 @@ class Adapters(Part):
                 holder.forget(prepared)
 
 
-class StepCosts(Part):
+class StepCosts(EnginePart):
     """What steps cost and which drafted tokens hold, by which the scheduler cuts windows once steps were measured."""
 
     def __init__(self, scheduler: TargetScheduler) -> None:

@@ -10,7 +10,7 @@ import torch
 from outrider.planner.estimates import StepTime
 from outrider.rpc.settings import usable_cores, usable_threads
 from outrider.target_service.outputs import ComputedStep
-from outrider.target_service.parts import Part
+from outrider.target_service.parts import EnginePart
 from outrider.target_service.profile import StepProfile
 
 LEAST_CORES = 3  # of two, one would be half the machine
@@ -18,7 +18,7 @@ TURN, TURNS = 8, 3  # steps with one number of threads; of each number
 GAIN = 0.97  # one thread fewer takes at most this share of the time
 
 
-class ThreadSplit(Part):
+class ThreadSplit(EnginePart):
     """Called on the device thread, whose setting it changes."""
 
     def __init__(self, cores: int, costs: StepProfile, use: Callable[[int], None] = torch.set_num_threads) -> None:
@@ -46,7 +46,7 @@ class ThreadSplit(Part):
             self._use(self._choices[self._steps // TURN % 2])
 
 
-def thread_split(threads: int | None, kernels: str, costs: StepProfile) -> list[Part]:
+def thread_split(threads: int | None, kernels: str, costs: StepProfile) -> list[EnginePart]:
     """The part that chooses; none where the number of threads is given, would change bits, or leaves no choice."""
     cores = usable_cores()
     free = threads is None and usable_threads() == cores

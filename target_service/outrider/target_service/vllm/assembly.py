@@ -19,7 +19,7 @@ import torch
 from outrider.engine import checkpoint
 from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import LoadedAdapter
-from outrider.engine.grammar import GrammarError
+from outrider.engine.grammar.lark import GrammarError
 from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
@@ -29,7 +29,7 @@ from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.adapter_changes import AdapterChanges
-from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
+from outrider.target_service.observed import ObservedStep
 from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
@@ -41,6 +41,7 @@ from outrider.target_service.vllm.pictures import Pictures
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.same_weights import require_same_weights
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
+from outrider.target_service.watchers import new_metrics, step_watcher
 from outrider.vllm.link import EngineLink
 from outrider.vllm.link_messages import LinkEvent
 from outrider.vllm.source import StepReport

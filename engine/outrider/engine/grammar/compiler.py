@@ -18,22 +18,16 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from outrider.engine.grammar_source import (
-    KINDS,
-    GrammarError,
+from outrider.engine.grammar.lark import GrammarError, first_line
+from outrider.engine.grammar.masks import ALL_BITS, clear_bit, num_words, set_bit
+from outrider.engine.grammar.source import (
     GrammarSpec,
-    Kind,
     ReasoningSpec,
-    first_line,
     new_matcher,
     new_tokenizer,
     source_of,
 )
-from outrider.engine.grammar_trial import Trials
-from outrider.engine.token_masks import ALL_BITS, clear_bit, num_words, set_bit
-
-__all__ = ["KINDS", "CompiledGrammar", "GrammarCompiler", "GrammarError", "GrammarSpec", "Kind", "Matcher"]
-__all__ += ["ReasoningSpec", "num_words"]
+from outrider.engine.grammar.trial import Trials
 
 SLOW_S = 0.005  # of a processor's time
 MAX_CACHED = 128  # grammars, and as many that were refused

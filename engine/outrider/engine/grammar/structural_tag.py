@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outrider.engine.grammar_source import GrammarError, quoted, schema_object
+from outrider.engine.grammar.lark import GrammarError, quoted, schema_object
 
 ANY_TEXT = r"/(.|\n)*/"
 

@@ -1,7 +1,7 @@
 """Trying a constraint out in a process of its own, which is ended when it takes too long: some regular expressions cost
 minutes or gigabytes whatever limits are set, and a thread inside the library cannot be ended.
 
-`python -m outrider.engine.grammar_trial` reads lines of JSON: the tokenizer first, then one source after another, and
+`python -m outrider.engine.grammar.trial` reads lines of JSON: the tokenizer first, then one source after another, and
 answers each with a line: null, or what is wrong with it."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from llguidance import LLTokenizer
 
-from outrider.engine.grammar_source import GrammarError, new_matcher, new_tokenizer
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.source import new_matcher, new_tokenizer
 
 TRIAL_S = 0.7  # of a processor's time
 WALL_TIMES = 10  # as long by the wall's clock at the most
@@ -104,7 +105,7 @@ class _Process:
     def __init__(self, tokenizer: dict[str, Any]) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.engine.grammar_trial"],
+            [sys.executable, "-m", "outrider.engine.grammar.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

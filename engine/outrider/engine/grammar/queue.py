@@ -13,7 +13,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.engine.grammar.source import GrammarSpec
 
 MAX_WAITING = 64  # constraints that are compiled, or wait for it
 MEMORY = 8  # compilations that the time to come back is foreseen by
