@@ -29,7 +29,7 @@ LEAST_CHANCE = 0.004  # of an outcome that is worth a branch
 TopTokens = dict[int, tuple[int, ...]]  # other tokens for a position, the likeliest first
 
 
-class Run(NamedTuple):
+class MethodRun(NamedTuple):
     """Tokens of a chain that one of several methods drafted."""
 
     start: int  # position of the first
@@ -53,7 +53,7 @@ class Chain:
     top_tokens: TopTokens = field(default_factory=dict)
     draft_us: int = 0  # device time since the last piece
     ended: bool = False  # it cannot go on
-    runs: list[Run] = field(default_factory=list)  # where several methods draft in turn
+    runs: list[MethodRun] = field(default_factory=list)  # where several methods draft in turn
     chosen_at: int = -1  # the length at which it was last chosen how to go on
     drawn: int = 0  # tokens up to the last one that was drawn from weights
     start: int = field(init=False)  # position of its first drafted token
@@ -89,9 +89,9 @@ class Chain:
     def begin_run(self, method: str, kind: Kind) -> None:
         """What is drafted from here on is another method's, or the same one's as before."""
         if not self.runs or self.runs[-1][1:] != (method, kind):
-            self.runs.append(Run(len(self.text), method, kind))
+            self.runs.append(MethodRun(len(self.text), method, kind))
 
-    def run_at(self, position: int) -> tuple[Run, int] | None:
+    def run_at(self, position: int) -> tuple[MethodRun, int] | None:
         """The run that holds a position, and where it ends; None where it is not known which method drafted it."""
         index = bisect_right(self.runs, position, key=lambda run: run.start) - 1
         if index < 0:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
 from outrider.draft_service.observer import EngineObserver
-from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftScheduler
+from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
@@ -45,7 +45,7 @@ DraftEngineCommand = Deliver[DraftCommand, DraftEvent] | Detach
 
 
 class DraftEngine:
-    """Run by a Worker: every method runs on its thread. `flush` is called once after each step; an
+    """Run by a DeviceWorker: every method runs on its thread. `flush` is called once after each step; an
     `observer` is told of commands, passes and pieces."""
 
     def __init__(
@@ -66,7 +66,7 @@ class DraftEngine:
         self._rates = MethodRates()
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
-        self.scheduler = DraftScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
+        self.scheduler = DraftingScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
         self._model: ModelMethod | None = None
         self._branch_planner: BranchPlanner | None = None
         for method in methods.values():

@@ -75,7 +75,7 @@ def set_switch_interval() -> None:
     sys.setswitchinterval(0.0005)
 
 
-class Worker(Generic[Command]):
+class DeviceWorker(Generic[Command]):
     """Runs an engine from construction on until `stop`."""
 
     def __init__(

@@ -32,7 +32,7 @@ from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import sampling_bytes
 from outrider.engine.models.base import TakesAdapters, UnsupportedModel, WrongCheckpoint
-from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
+from outrider.engine.worker import DeviceStopped, DeviceWorker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.handshake import check_tokenizer
@@ -142,7 +142,7 @@ class LocalService:
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread; vLLM's
     engine has none, and calls them on the loop."""
 
-    thread: Worker[Any] | VllmEngine  # that owns the model
+    thread: DeviceWorker[Any] | VllmEngine  # that owns the model
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -198,7 +198,7 @@ class LocalService:
 
     def stop(self) -> None:
         """Ends the device thread, or vLLM's processes, once the loop has ended. Called from any thread."""
-        if isinstance(self.thread, Worker):
+        if isinstance(self.thread, DeviceWorker):
             self.thread.stop(timeout=STOP_S)
         else:
             self.thread.stop()
@@ -297,7 +297,7 @@ class LocalTarget(LocalVerifier):
         grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
         self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
-        self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
+        self.thread: DeviceWorker[TargetCommand] = DeviceWorker(self.engine, "llm-target", threads, settings.device)
         self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
         self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
@@ -389,7 +389,7 @@ class LocalDraft(LocalService):
             default_methods=defaults,
         )
         threads = settings.threads or usable_threads()
-        self.thread: Worker[DraftCommand] = Worker(engine, "llm-draft", threads, settings.device)
+        self.thread: DeviceWorker[DraftCommand] = DeviceWorker(engine, "llm-draft", threads, settings.device)
         self.thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
 
     @property

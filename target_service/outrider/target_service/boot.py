@@ -21,7 +21,7 @@ from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
 from outrider.engine.models.base import UnsupportedModel
-from outrider.engine.worker import Worker, set_switch_interval
+from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
 from outrider.proposers.heads.head import Head, bytes_beside_block
@@ -80,7 +80,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     metrics = new_metrics(settings)
     grammars = new_grammars(Path(settings.model), loaded, settings.device)
     engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars, adapters)
-    thread: Worker[TargetEngineCommand] = Worker(
+    thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     thread.ended.add_done_callback(lambda _: engine.close())
@@ -142,7 +142,7 @@ def new_adapter_changes(
     loaded: LoadedModel,
     runner: ModelRunner,
     engine: TargetEngine,
-    thread: Worker[Any],
+    thread: DeviceWorker[Any],
     info: TargetInfo,
 ) -> AdapterChanges | None:
     """What loads and unloads adapters, where that is allowed."""

@@ -55,7 +55,8 @@ TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
 
 
 class TargetEngine:
-    """Run by a Worker. `on_step` is told of each step before its commits, `flush` is called after each with answers."""
+    """Run by a DeviceWorker. `on_step` is told of each step before its commits, `flush` is called after each that has
+    answers."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
 
-class Block:
+class DecoderLayer:
     """Attention, then the gated feed-forward, of rows that are normed already."""
 
     def __init__(
@@ -139,7 +139,7 @@ class _Layer:
         gate_up = linear("mlp.gate_proj", "mlp.up_proj")
         down = linear("mlp.down_proj")
         self._input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)  # [hidden]
-        self._block = Block(
+        self._block = DecoderLayer(
             config,
             qkv=qkv,
             output=output,
