@@ -121,7 +121,7 @@ LIFE: tuple[Any, ...] = (
     Credit(1, 9, 4),
     Commit(1, 4, (5, 6)),
     PromptLogprobs(1, 1, ((TokenLogprob(5, -1.0, 1),),)),
-    Failure(2, 3, "no", "NO_FEATURES", 7),
+    Failure(2, 3, "no", "DOES_NOT_FIT", 7),
     Close(1),
     Closed(1),
 )

@@ -15,7 +15,6 @@ from outrider.engine.sampler import SequenceSampler
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.errors import (
     OTHER_MODEL,
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -273,8 +272,6 @@ def check_open(message: Open, limits: TargetLimits, adapter: Adapter | None = No
     if len(message.output_ids) >= message.sampling.max_tokens:
         problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
         raise InvalidArgument.of([Violation("open.output_ids", problem)])
-    if message.features:
-        raise FailedPrecondition("this target sends no hidden states", reason="NO_FEATURES")
     if message.acceptance == AcceptanceRule.AUTO:
         raise InvalidArgument.of([Violation("acceptance", "is not set; allowed: rejection, coupled, block")])
     length = len(message.prompt_ids) + message.sampling.max_tokens
