@@ -136,6 +136,11 @@ def test_ebnf_becomes_strings_as_every_release_of_llguidance_reads_them() -> Non
     assert "".join(json.loads(f'"{text}"') for text in literals) == '<A\\"x5c', lark
 
 
+def must_end(matcher: Matcher) -> bool:
+    """Whether only the end may follow."""
+    return allowed(matcher.masks(())[0]) == [END, OTHER_END]
+
+
 def allowed(row: Tensor) -> list[int]:
     return [token for token in range(len(row) * 32) if row[token // 32].item() >> token % 32 & 1]
 
@@ -159,9 +164,9 @@ def test_masks_along_drafted_tokens_are_those_of_single_steps(compiler: GrammarC
     assert [allowed(row) for row in whole[-1:]] == [[END, OTHER_END]]
     assert not any(token >= size for row in whole for token in allowed(row)), "padding is allowed"
     assert (matcher.masks(ids, first=2) == whole[2:]).all() and (matcher.masks(ids) == whole).all()
-    assert not matcher.must_end
+    assert not must_end(matcher)
     matcher.advance(ids)
-    assert matcher.must_end and allowed(matcher.masks(())[0]) == [END, OTHER_END]
+    assert must_end(matcher)
 
 
 REASONED = [
@@ -209,7 +214,7 @@ def test_rows_behind_a_forbidden_token_or_the_end_allow_everything(
     assert allowed(masks[len(wrong)]) == [END, OTHER_END] and (masks[len(wrong) + 1 :] == -1).all()
     assert (matcher.masks([10**6, -3])[1:] == -1).all()  # ids that do not exist
     matcher.advance(wrong)
-    assert matcher.must_end
+    assert must_end(matcher)
     with pytest.raises(GrammarError, match="does not fit"):
         matcher.advance([forbidden])
 
@@ -232,7 +237,7 @@ def test_forced_tokens_are_those_that_bytes_leave_no_choice_of(compiler: Grammar
     assert matcher.fits(forced) == len(forced) and matcher.forced(0) == []
     assert '{"a":'.startswith(backend.decode(forced))
     done = compiler.compile(GrammarSpec("choice", choices=("yes",))).matcher(backend.encode("yes").ids)
-    assert done.must_end and done.forced(4) == []
+    assert must_end(done) and done.forced(4) == []
 
 
 def test_a_constraint_that_forces_a_long_text_is_slow(
@@ -306,7 +311,7 @@ def test_output_without_reasoning_is_constrained_from_the_first_token(
         grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, start)))
         assert grammar.matcher().fits([*text, END]) == len(text) + 1
         assert grammar.matcher().fits([*start, 7, *CLOSE, *text, END]) == len(start) + 1 + len(CLOSE) + len(text) + 1
-        assert grammar.matcher(text).must_end
+        assert must_end(grammar.matcher(text))
     inside = GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, open=True))
     assert compiler.compile(inside).matcher().fits([7, 8, *CLOSE, *text, END]) == 4 + len(text) + 1
     assert compiler.compile(inside).matcher().fits([END]) == 0  # the answer is still to come
@@ -319,7 +324,7 @@ def test_reasoning_may_be_bounded_without_a_constraint(compiler: GrammarCompiler
     assert (rows[:3] == -1).all() and (rows[5:] == -1).all()
     assert [allowed(row) for row in rows[3:5]] == [[CLOSE[0]], [CLOSE[1]]]
     matcher.advance([7, 8, 9, *CLOSE])
-    assert not matcher.constrains and not matcher.must_end and matcher.forced(3) == []
+    assert not matcher.constrains and not must_end(matcher) and matcher.forced(3) == []
 
 
 BAD: list[tuple[GrammarSpec, str]] = [

@@ -91,11 +91,6 @@ class CapturedSteps:
         taken = (self.graphs.reserved_bytes() - before) >> 20
         log.info("captured %d graphs of up to %d rows in %d MiB", len(self.buckets), self.buckets[0].rows, taken)
 
-    @property
-    def num_graphs(self) -> int:
-        """How many were captured."""
-        return len(self._replays)
-
     @torch.inference_mode()
     def run(self, entries: Sequence[BatchEntry]) -> Tensor | None:  # [rows that want logits, vocab] float32
         """One step, or None if no graph holds it. The logits hold until the next step."""

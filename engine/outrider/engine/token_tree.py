@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Self
 
 CHAIN = -2  # parent of a row that is of no tree, as the kernels' tree_mask takes it
@@ -136,13 +136,6 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether no two nodes stand in one place."""
         return self.parents == tuple(range(len(self.parents)))
-
-    def levels(self) -> Iterator[range]:
-        """The nodes of each depth, from 1 on."""
-        depths = depths_of(self.parents)
-        for _, nodes in groupby(range(len(depths)), key=depths.__getitem__):
-            found = list(nodes)
-            yield range(found[0], found[-1] + 1)
 
     @property
     def depth(self) -> int:

@@ -144,13 +144,6 @@ class Matcher:
             return True
         return self._place.phase is not Phase.TEXT and self._reasoning is not None and self._reasoning.max_tokens > 0
 
-    @property
-    def must_end(self) -> bool:
-        """Whether only the end may follow."""
-        if self._place.phase is not Phase.TEXT or self._matcher is None:
-            return False
-        return self._place.ended or self._matcher.is_stopped()
-
     def advance(self, ids: Sequence[int]) -> None:
         """Takes committed tokens. Raises GrammarError where one does not fit; the matcher then serves no more."""
         for index, token in enumerate(ids):
