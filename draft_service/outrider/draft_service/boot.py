@@ -114,7 +114,7 @@ def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics
 
 
 def located(settings: DraftSettings) -> DraftSettings:
-    """With folders in place of hub ids. Raises ModelNotFound."""
+    """The settings with folders in place of hub ids. Raises ModelNotFound."""
     if settings.model is None:
         return settings
     targets = [locate(folder, weights=False) for folder in settings.target_tokenizer]

@@ -38,7 +38,7 @@ class MethodRun(NamedTuple):
 
     @classmethod
     def of_model(cls, start: int, method: str) -> Self:
-        """The model's."""
+        """A run of tokens that the model drafts."""
         return cls(start, method, Offer.of_model(method, 1).kind)
 
 
@@ -143,7 +143,7 @@ class Branch(Chain):
 
     @classmethod
     def of(cls, number: int, outcome: Outcome, text: DraftText) -> Self:
-        """Nothing of it is sent. `text` ends with the guess."""
+        """A branch of which nothing is sent. `text` ends with the guess."""
         return cls(number=number, text=text, sent=outcome.position, weights=[None], outcome=outcome)
 
     @property
@@ -153,7 +153,7 @@ class Branch(Chain):
 
     @property
     def position(self) -> int:
-        """Of its first token."""
+        """The position of its first token."""
         return self.outcome.position
 
     def agrees(self, committed: int, new: Sequence[int]) -> bool:
@@ -166,7 +166,8 @@ class Branch(Chain):
         return min(whole + self.goes_on * (piece_len + 1), limit)
 
     def pieces(self, sequence_id: int, piece_len: int, limit: int) -> Iterator[DraftTokens]:
-        """Those that are due: first the guess and a window as a whole, then full ones, and the rest where it rests."""
+        """The pieces that are due: first the guess and a window as a whole, then full ones, and the rest where it
+        rests."""
         rests = self.ended or len(self.text) >= self.end(piece_len, limit)
         while unsent := self.num_unsent:
             first = self.sent == self.position
@@ -211,8 +212,8 @@ class OutcomeRates:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeTable:
-    """Of two windows and the tokens after them: chance of another token, [2 (window + 1), ranks]; and that all of the
-    first one holds."""
+    """What may come of two windows and the tokens after them: the chance of another token, [2 (window + 1), ranks]; and
+    that all of the first one holds."""
 
     chances: list[list[float]]
     whole: float
@@ -236,7 +237,8 @@ def outcome_probs(
 def _add_outcomes(
     found: dict[Outcome, float], table: OutcomeTable, reached: float, chain: int, first: int, top_tokens: TopTokens
 ) -> None:
-    """Those of one chain or branch, to whose verification from `first` on it comes with chance `reached`."""
+    """Adds the outcomes of one chain or branch, to whose verification from `first` on it comes with chance
+    `reached`."""
     for offset, by_rank in enumerate(table.chances):
         if reached * max(by_rank) < LEAST_CHANCE:
             continue
@@ -255,7 +257,7 @@ def rank_of(top_tokens: TopTokens, position: int, token_id: int) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class Branches:
-    """Those that are held beside one sequence's chain."""
+    """The branches that are held beside one sequence's chain."""
 
     held: list[Branch] = field(default_factory=list)
     rates: OutcomeRates = field(default_factory=OutcomeRates)
@@ -285,7 +287,7 @@ class Branches:
                 cache.release(branch.sequence)
 
     def give_up(self, cache: KVCacheManager) -> None:
-        """Releases them all."""
+        """Releases all branches."""
         for branch in self.held:
             cache.release(branch.sequence)
         self.held.clear()

@@ -82,7 +82,7 @@ class DraftEngine:
 
     @property
     def cache(self) -> KVCacheManager:
-        """The model's."""
+        """The model's cache manager."""
         return self.scheduler.cache
 
     @property
@@ -280,8 +280,8 @@ class DraftEngine:
         drafted: list[list[DraftedToken]],
         shapes: Mapping[int, TokenTree],
     ) -> dict[int, GrowingTree]:
-        """By row the trees, as far as there are blocks. The rows have drawn what stands first, which becomes a node and
-        no chain's token."""
+        """Grows the trees, by row, as far as there are blocks. The rows have drawn what stands first, which becomes a
+        node and no chain's token."""
         grown: dict[int, GrowingTree] = {}
         roots: list[DraftedToken] = []
         for index, shape in shapes.items():

@@ -34,7 +34,7 @@ class DraftingScheduler(Scheduler[DraftSequence]):
         return list(planned.items())
 
     def release(self, competitor: DraftSequence) -> None:
-        """Its branches go, too."""
+        """Takes a sequence's blocks, and with them its branches."""
         competitor.branches.give_up(self.cache)
         super().release(competitor)
 

@@ -66,7 +66,7 @@ class LoadedTokenizer:
         return () if encoding is None else tuple(takewhile(special.__contains__, encoding.ids))
 
     def writer(self) -> Writer:
-        """It as one that writes text alone."""
+        """This tokenizer as one that writes text alone."""
         self.backend.encode_special_tokens = True
         return Writer(self.lexicon, partial(_encode, self.backend))
 
@@ -95,7 +95,7 @@ def join(target: LoadedTokenizer, draft: LoadedTokenizer, level: Level = "auto")
 
 
 def join_all(targets: Iterable[Path], model: Path, level: Level = "auto") -> dict[str, JoinedVocabulary]:
-    """By fingerprint the targets' vocabularies that differ from the model's; the arguments are folders. Raises
+    """The targets' vocabularies, by fingerprint, that differ from the model's; the arguments are folders. Raises
     ValueError where a tokenizer is missing, or two cannot be joined."""
     joined: dict[str, JoinedVocabulary] = {}
     for folder in targets:

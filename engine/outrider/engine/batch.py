@@ -57,12 +57,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows over all sequences."""
+        """How many rows all sequences have together."""
         return self.query_starts[-1]
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the batch."""
+        """How many sequences the batch has."""
         return len(self.context_lens)
 
 
@@ -182,7 +182,8 @@ def all_buckets(limits: StepLimits) -> list[Bucket]:
 def choose_bucket(
     limits: StepLimits, num_rows: int, num_sequences: int, longest: int, trees: bool = False
 ) -> Bucket | None:
-    """Of a step, the longest of whose sequences has `longest` rows; None for a prompt's chunk and what is too large."""
+    """The bucket of a step, the longest of whose sequences has `longest` rows; None for a prompt's chunk and what is
+    too large."""
     sizes = _row_sizes(limits)
     too_large = num_rows > sizes[-1] or num_sequences > limits.max_sequences or longest > limits.max_query_len
     if too_large or trees > limits.trees:
@@ -259,7 +260,7 @@ class StepBuffer:
 
 
 def _sizes(bucket: Bucket, table_width: int) -> tuple[int, ...]:
-    """Of token ids, positions, slots, logit rows, query starts, context lengths, parents and block tables."""
+    """The sizes of token ids, positions, slots, logit rows, query starts, context lengths, parents and block tables."""
     rows, sequences = bucket.rows, bucket.sequences
     return rows, rows, rows, rows, sequences + 1, sequences, rows * bucket.trees, sequences * table_width
 

@@ -252,7 +252,8 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
 
 
 def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
-    """By the header of a safetensors file: its length, JSON, then the contents at offsets from its end."""
+    """Reads a file by the header of its kind (safetensors): its length, JSON, then the contents at offsets from its
+    end."""
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:

@@ -129,7 +129,7 @@ class CapturedSteps:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """How many tokens a block holds."""
         return self._cache.block_size
 
     def _fill(self, buffer: StepBuffer, rows: PackedRows, entries: Sequence[BatchEntry]) -> None:
@@ -185,7 +185,7 @@ class CudaGraphs:
         return graph.replay
 
     def reserved_bytes(self) -> int:
-        """Of the caching allocator, the graphs' pool included; what it only keeps at hand is given back first, as by a
-        capture."""
+        """The bytes of the caching allocator, the graphs' pool included; what it only keeps at hand is given back
+        first, as by a capture."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)

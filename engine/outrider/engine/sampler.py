@@ -305,7 +305,7 @@ class _Assembly:
         )
 
     def _penalties(self, device: torch.device) -> Penalties | None:
-        """Counted on the host."""
+        """The penalties, counted on the host."""
         if not self.penalised:
             return None
         names = [column.name for column in fields(Penalties)]
@@ -342,7 +342,7 @@ OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leave
 
 
 def sampling_columns(num_rows: int) -> list[Column]:
-    """What `row_sampling` reads."""
+    """The columns that `row_sampling` reads."""
     return [
         Column("temperature", torch.float32, num_rows),
         Column("min_p", torch.float32, num_rows),

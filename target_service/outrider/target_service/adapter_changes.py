@@ -51,12 +51,12 @@ class AdapterReader(Protocol):
         """Checks a folder, on any thread. Raises UnsupportedAdapter, and what libraries that read weights raise."""
 
     async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
-        """As the engine takes it; it joins the table at once. Raises the same."""
+        """Brings an adapter into the form that the engine takes; it joins the table at once. Raises the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAdapters:
-    """Of a model on our engine."""
+    """How adapters of a model on our engine are read."""
 
     loaded: LoadedModel  # the base
     resident: ResidentAdapters
@@ -66,7 +66,7 @@ class OwnAdapters:
         return load_adapter(folder, self.loaded.model, self.loaded.digest, self.resident.room.max_rank)
 
     async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
-        """In the layout of a slot, on the host."""
+        """Lays an adapter out as a slot has it, on the host."""
         return await asyncio.to_thread(self.resident.prepare, adapter)
 
 
@@ -78,7 +78,7 @@ class AdapterListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class AdapterChanges:
-    """Of one engine, one at a time. Belongs to the event loop."""
+    """Loads and unloads the adapters of one engine, one at a time. Belongs to the event loop."""
 
     table: AdapterTable  # changed on the engine's thread
     thread: DeviceThread
@@ -159,7 +159,7 @@ class AdapterChanges:
 
 
 def adapters_at_start(settings: TargetSettings, read: Callable[[Path], LoadedAdapter]) -> dict[str, LoadedAdapter]:
-    """Those that the settings name, by name. Raises ValueError for the model's own, and what `read` raises."""
+    """The adapters that the settings name, by name. Raises ValueError for the model's own, and what `read` raises."""
     if (own := settings.name or model_name(Path(settings.model))) in settings.adapters:
         raise ValueError(f"adapter (--adapter): has {own!r}, the model's own name; allowed: another one")
     return {name: read(folder) for name, folder in settings.adapters.items()}

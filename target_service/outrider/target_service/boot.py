@@ -132,7 +132,7 @@ def new_engine(
 
 
 def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, LoadedAdapter]:
-    """Those of the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
+    """The adapters that are there at the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
     most_rank = settings.max_adapter_rank or MOST_RANK
     return adapters_at_start(settings, lambda folder: load_adapter(folder, loaded.model, loaded.digest, most_rank))
 
@@ -167,7 +167,7 @@ def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | N
 
 
 def located(settings: TargetSettings) -> TargetSettings:
-    """With the checkpoints' folders in place of hub ids. Raises ModelNotFound."""
+    """The settings with the checkpoints' folders in place of hub ids. Raises ModelNotFound."""
     folder = locate(settings.model, trust_remote_code=settings.trust_remote_code)
     head = None if settings.head is None else locate(settings.head)
     return settings.model_copy(update={"model": folder, "head": head})

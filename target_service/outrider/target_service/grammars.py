@@ -106,7 +106,7 @@ class Grammars:
         return None
 
     def forget(self, target: TargetSequence) -> None:
-        """It ended; it may have waited."""
+        """A sequence ended, which may have waited for its constraint."""
         if target.waits_for is not None:
             target.waits_for.cancel()
         self._late.pop(target.key, None)
@@ -131,7 +131,7 @@ class Grammars:
         return self._mask_pool.submit(write_masks, plans, out, clock)
 
     def new_masks(self, count: int) -> Tensor:  # [count, words] int32
-        """For so many rows, not written yet."""
+        """Masks of so many rows, not written yet."""
         return torch.empty(count, self._buffer.shape[1], dtype=torch.int32)
 
     def patience(self, pass_s: float) -> float:
@@ -194,8 +194,8 @@ class StepMasks:
                 rows.fill_(ALL_BITS)
 
     def wait(self, pass_s: float) -> None:
-        """Until what was started is there, after a pass of so many seconds; sequences whose masks are late, or failed,
-        have to wait, too."""
+        """Waits until what was started is there, after a pass of so many seconds; sequences whose masks are late, or
+        failed, have to wait, too."""
         patience_s = self._patience_s = self._owner.patience(pass_s)
         self._collect(list(self._jobs))
         self._patience_s = patience_s  # again, for all that are made from here on
@@ -276,7 +276,7 @@ class WorkClock:
             self._started = time.CLOCK_MONOTONIC, time.monotonic()
 
     def seconds(self) -> float:
-        """So far, while it runs."""
+        """What the job has taken so far, while it runs."""
         return 0.0 if self._started is None else time.clock_gettime(self._started[0]) - self._started[1]
 
 

@@ -68,7 +68,7 @@ class _Line:
 
     @property
     def draft_sampling(self) -> DraftSampling:
-        """How it draws."""
+        """How its tokens are drawn."""
         target = self.target
         rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
         rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
@@ -78,12 +78,12 @@ class _Line:
 
     @property
     def num_top_tokens(self) -> int:
-        """None is wanted."""
+        """How many likely tokens are wanted beside the drawn one: none."""
         return 0
 
     @property
     def wants_confidence(self) -> bool:
-        """It is not."""
+        """Whether drafting ends where the head is unsure: it does not."""
         return False
 
     def span(self) -> RandomRange:
@@ -112,7 +112,7 @@ class _Line:
         return max(0, self.count - 1)
 
     def fork(self, tree: GrowingTree) -> Fork:
-        """At the root."""
+        """The root of a tree, where its first tokens are drawn."""
         limit = self.length + self.count + 1
         return Fork(tree, -1, self.target.sampler, self.draft_sampling, self.length, limit)
 
@@ -305,7 +305,7 @@ class HeadDrafter(EnginePart):
             self._ends[torch.tensor(blocks, device=states.device)] = states[torch.tensor(rows, device=states.device)]
 
     def _features(self, lines: Sequence[_Line], states: Tensor) -> Tensor:  # [rows, taps, hidden]
-        """Of the position before each row's place: the step's, or what a found block ends with."""
+        """The states of the position before each row's place: the step's, or what a found block ends with."""
         size, device = self._runner.block_size, states.device
         rows: list[int] = []
         found: list[int] = []  # rows of places behind a found block

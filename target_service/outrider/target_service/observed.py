@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ObservedStep:
-    """One step."""
+    """What one step did, for whoever counts or traces it."""
 
     started_ns: int  # by the wall clock
     seconds: float  # from its start to what was verified

@@ -116,7 +116,7 @@ class Constraints(EnginePart):
                 yield target, error
 
     def next_look(self, sequences: Collection[TargetSequence], now: float) -> float:
-        """Soon, while sequences wait."""
+        """To be asked again soon, while sequences wait."""
         return now + POLL_S if any(target.is_waiting for target in sequences) else math.inf
 
     def launching(self, step: StepUnderWay) -> None:
@@ -150,7 +150,7 @@ class Constraints(EnginePart):
 
 
 class NoConstraints(EnginePart):
-    """Of a target without a tokenizer that says its tokens' bytes."""
+    """Refuses constraints: the target has no tokenizer that says its tokens' bytes."""
 
     def opened(self, target: TargetSequence) -> None:
         """Raises InvalidArgument for a sequence that has a constraint."""

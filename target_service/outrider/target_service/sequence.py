@@ -105,7 +105,7 @@ class TargetSequence:
 
     @property
     def committed(self) -> int:
-        """The committed length."""
+        """How many tokens are committed, the prompt's included."""
         return len(self.sequence)
 
     @property
@@ -119,7 +119,7 @@ class TargetSequence:
         return self.tokens_left_at(self.committed)
 
     def tokens_left_at(self, length: int) -> int:
-        """The same, were the committed length `length`."""
+        """How many tokens might still be generated, were the committed length `length`."""
         return self.open.sampling.max_tokens - (length - self.prompt_len)
 
     @property
@@ -248,7 +248,7 @@ def _sampler(message: Open, limits: TargetLimits) -> SequenceSampler:
 
 
 def with_prompt(message: Open, parent: Open | None) -> Open:
-    """The same with its prompt, which a fork takes from its parent. Raises Unavailable where that is gone."""
+    """An Open with its prompt, which a fork takes from its parent. Raises Unavailable where that is gone."""
     if message.fork_of is None:
         return message
     if parent is None:

@@ -36,7 +36,7 @@ from outrider.target_service.sequence import TargetSequence
 
 
 class VerifyRule(IntEnum):
-    """In order: on a device a batch is under all rules up to the last one of its windows."""
+    """How windows are judged, in an order: on a device a batch is under all rules up to the last one of its windows."""
 
     GREEDY = 0
     COUPLED = 1
@@ -62,15 +62,15 @@ class VerifyBatch(Protocol):
 
     @property
     def greedy_rows(self) -> Tensor | None:  # [rows] bool
-        """None under one rule."""
+        """Which rows are under the greedy rule; None where all are under one rule."""
 
     @property
     def rejecting(self) -> Tensor | None:  # [n] bool
-        """Token by token, or by blocks; None under one rule."""
+        """Which windows are judged by rejection, token by token or by blocks; None where all are under one rule."""
 
     @property
     def by_block(self) -> Tensor | None:  # [n] bool
-        """None where none is."""
+        """Which windows are judged by blocks; None where none is."""
 
     @property
     def is_plain(self) -> bool:
@@ -86,7 +86,7 @@ class VerifyBatch(Protocol):
 
     @property
     def parents(self) -> Tensor | None:  # [drafted] int64
-        """Of each of them, where there are trees, the row of its window that judges it."""
+        """The row of its window that judges each drafted token, where there are trees."""
 
     @property
     def draft_weights(self) -> DraftWeights | PackedEntries:
@@ -107,8 +107,8 @@ VerifyResult = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyResult:  # logits: [rows, vocab] float32
-    """Of each window how many drafted tokens hold, and the token after them. Plain tokens need no comparison, and every
-    operation costs: a pass leaves the processor's caches full of weights."""
+    """Says how many drafted tokens of each window hold, and the token after them. Plain tokens need no comparison, and
+    every operation costs: a pass leaves the processor's caches full of weights."""
     own: list[Tensor] = []  # [rows] each: the target's own tokens, which drafted ones must equal
     judged: list[tuple[Tensor, Tensor]] = []  # accepted and next ids, [n] each
     held = None
@@ -282,7 +282,7 @@ def draft_ids_of(windows: Sequence[ScheduledSequence]) -> Tensor:
 
 
 def parents_of(windows: Sequence[ScheduledSequence]) -> Tensor | None:
-    """Of every drafted token the row of its window that judges it, [drafted] int64; None where there is no tree."""
+    """The row of its window that judges every drafted token, [drafted] int64; None where there is no tree."""
     if not any(window.window.parents for window in windows):
         return None
     parents = [row for w in windows for row in w.window.parents or range(len(w.window.ids))]
@@ -290,7 +290,7 @@ def parents_of(windows: Sequence[ScheduledSequence]) -> Tensor | None:
 
 
 def weights_of(scheduled: ScheduledSequence) -> list[tuple[bytes, bytes] | None]:
-    """By drafted token the ids and weights that it was drawn from, packed uint32. None is one-hot: under another rule
+    """The ids and weights that each drafted token was drawn from, packed uint32. None is one-hot: under another rule
     than rejection, and where none came or ids and weights differ in number."""
     if not scheduled.target.rejects:
         return [None] * len(scheduled.window.ids)

@@ -105,7 +105,7 @@ class CompiledGrammar:
 
 
 class Phase(Enum):
-    """Where a text is."""
+    """Which part of a text comes next."""
 
     STARTING = "it may begin with reasoning"
     REASONING = "inside reasoning"
@@ -263,7 +263,7 @@ class Matcher:
         return count
 
     def first_allowed(self, drafted: Sequence[int], candidates: Iterable[int]) -> int | None:
-        """Of the candidates the first that the mask behind `drafted` allows; where that has but one token for what is
+        """The first of the candidates that the mask behind `drafted` allows; where that has but one token for what is
         forced, that one, asked for or not. None: none of them, or something of `drafted` is forbidden, or behind the
         end. The state stays. Raises GrammarError where the library gives up."""
         before = place = self._place

@@ -42,7 +42,7 @@ class _Waiter:
 
 
 class GrammarQueue:
-    """Of one tokenizer; thread-safe."""
+    """Compiles the constraints over one tokenizer; thread-safe."""
 
     def __init__(self, make: Callable[[], GrammarCompiler], num_threads: int = 2, pool: Executor | None = None) -> None:
         """`make` is called with the first constraint, by the thread that compiles it. A pool does the work of all

@@ -42,7 +42,7 @@ class TrialFailed(OSError):
 
 
 class _Idle(queue.LifoQueue["_Process | None"]):
-    """Those that run before those that are still to be started."""
+    """Processes without work: those that run come before those that are still to be started."""
 
     def _put(self, item: _Process | None) -> None:
         self.queue.insert(0 if item is None else len(self.queue), item)
@@ -59,8 +59,8 @@ class Trials:
         weakref.finalize(self, _end_all, self._idle)
 
     def check(self, source: str) -> None:
-        """From any thread. Raises GrammarError for what does not compile, or not in time; TrialFailed for what the
-        machine keeps from being tried."""
+        """Tries a constraint out; from any thread. Raises GrammarError for what does not compile, or not in time;
+        TrialFailed for what the machine keeps from being tried."""
         process = self._idle.get()
         try:
             process = process or _started(self._tokenizer)
@@ -156,8 +156,8 @@ class _Process:
 
 
 def write_whole(pipe: IO[bytes], data: bytes) -> None:
-    """Without a buffer: a write ends in the midst of it where the process was stopped meanwhile and goes on, and who
-    reads would wait for the rest for ever."""
+    """Writes all of it, without a buffer: a write ends in the midst of it where the process was stopped meanwhile and
+    goes on, and who reads would wait for the rest for ever."""
     rest = memoryview(data)
     while rest:
         rest = rest[pipe.write(rest) :]

@@ -158,7 +158,7 @@ class _Layer:
         residual: Tensor,  # [rows, hidden]
         *step: Any,  # as Block.forward takes it
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
-        """As Block.forward."""
+        """Computes the layer as DecoderLayer.forward does."""
         if update is None:
             normed = rms_norm(residual, self._input_norm, self._eps, batch_invariant=self._batch_invariant)
         else:
@@ -207,12 +207,12 @@ class Decoder:
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """Of the ids, not scaled."""
+        """The embeddings of the ids, not scaled."""
         return self._embedding.weight
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
-        """Of the language-model head; None where it is kept in a layout of the product's own alone."""
+        """The weight of the language-model head; None where it is kept in a layout of the product's own alone."""
         return self._head.weight
 
     def forward(
@@ -250,7 +250,8 @@ class Decoder:
         return residual if update is None else residual + update
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:
-        """Of all layers of one window. Where keys are split follows from `max_model_len`, in every batch alike."""
+        """The plan that all layers of one window share. Where keys are split follows from `max_model_len`, in every
+        batch alike."""
         if isinstance(batch, StaticBatch):
             return plan_on_device(
                 batch.block_tables,

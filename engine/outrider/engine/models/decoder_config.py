@@ -106,12 +106,12 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of attention."""
+        """How many layers of attention there are."""
         return len(self.sliding_windows)
 
 
 def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
+    """Reads the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
     NotForDecoder for what transformers may compute instead."""
     try:
         return _parsed(config, max_model_len)
@@ -170,7 +170,7 @@ def _check_sizes(hf: Any) -> None:
 
 
 def rotary_parameters(hf: Any, layer_type: str | None) -> dict[str, Any]:
-    """Of the rotary table of a type of layer, or of the only one."""
+    """The parameters of the rotary table of a type of layer, or of the only one."""
     parameters: dict[str, Any] = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     return parameters
 
@@ -250,7 +250,7 @@ def _rotary_dim(hf: Any, head_dim: int, family: Family, rotary_types: tuple[str 
 
 
 def rotary_tables(config: DecoderConfig, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """By type of layer cos and signed sin, [max_model_len, head_dim] each."""
+    """The tables by type of layer, cos and signed sin, [max_model_len, head_dim] each."""
     return {kind: _tables(config, kind, dtype) for kind in set(config.rotary_types)}
 
 

@@ -57,7 +57,7 @@ class PagedStep:
     plans: dict[tuple[int | None, int], AttentionPlan] = field(default_factory=dict)
 
     def plan(self, layer: int, heads_per_kv_head: int, dtype: torch.dtype) -> AttentionPlan:
-        """The same for all layers of one window and one number of query heads per key-value head."""
+        """The plan, which is the same for all layers of one window and one number of query heads per key-value head."""
         kind = self.windows[layer], heads_per_kv_head
         if kind not in self.plans:
             self.plans[kind] = plan_attention(
@@ -344,13 +344,13 @@ class RegistryModel:
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """Of the ids, not scaled."""
+        """The embeddings of the ids, not scaled."""
         weight: Tensor = self._model.get_input_embeddings().weight
         return weight.detach()
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
-        """Of the language-model head."""
+        """The weight of the language-model head."""
         head = self._model.get_output_embeddings()
         return None if head is None else head.weight.detach()
 

