@@ -19,6 +19,10 @@ from torch import Tensor
 
 from outrider.engine.token_tree import CHAIN, positions_of, window_parents
 
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches
+ALIGNMENT = 4  # numbers: kernels are compiled for pointers to 16 bytes, or else anew
+PAD_SLOT = -1  # stored nowhere
+
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
@@ -151,9 +155,6 @@ def _by_row(values: Sequence[int], query_starts: Sequence[int]) -> Tensor:  # [s
     return torch.tensor(values, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
 
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """What the steps of an engine hold at most, chunks of prompts aside."""
@@ -214,10 +215,6 @@ def _row_sizes(limits: StepLimits) -> tuple[int, ...]:
 def _power(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
-
-
-ALIGNMENT = 4  # numbers: kernels are compiled for pointers to 16 bytes, or else anew
-PAD_SLOT = -1  # stored nowhere
 
 
 def buffer_size(bucket: Bucket, table_width: int) -> int:

@@ -32,6 +32,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
+WARM_UP = 2  # runs before a capture: they compile kernels, and give the library of products its workspace
 
 
 class GraphDevice(Protocol):
@@ -136,9 +137,6 @@ class CapturedSteps:
         self.graphs.wait_for_upload()
         used = buffer.write(rows, [entry.block_table for entry in entries])
         self.graphs.upload(self._numbers[:used], self._host[:used])
-
-
-WARM_UP = 2  # runs before a capture: they compile kernels, and give the library of products its workspace
 
 
 class CudaGraphs:

@@ -27,6 +27,10 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.token_tree import KeptPath
 from outrider.engine.worker import require_device
 
+log = logging.getLogger(__name__)
+DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
+SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
+
 
 class ForwardTimer(Protocol):
     """Times one pass after the other."""
@@ -170,12 +174,6 @@ class ModelRunner:
         if self.taps and (self._taps is None or len(self._taps.states) < num_rows):
             self._taps = Taps(self.taps, num_rows, self.model.hidden_size, self.model.dtype, self.model.device)
         return self._taps
-
-
-log = logging.getLogger(__name__)
-
-DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
-SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
 
 
 def sampling_bytes(num_rows: int, vocab_size: int) -> int:

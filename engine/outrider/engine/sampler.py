@@ -23,6 +23,8 @@ from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Tru
 if TYPE_CHECKING:
     from outrider.engine.grammar.compiler import Matcher
 
+OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
+
 
 class SamplingLike(Protocol):
     """What the engine reads of a request's sampling parameters; vLLM's names and meanings, every default resolved."""
@@ -336,9 +338,6 @@ def _mask_of(ids: tuple[int, ...], vocab_size: int) -> Tensor | None:
     if not len(known):
         raise ValueError("allowed_token_ids: has none of the vocabulary; allowed: at least one")
     return torch.full((vocab_size,), -torch.inf).index_fill_(0, known, 0.0)
-
-
-OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
 
 
 def sampling_columns(num_rows: int) -> list[Column]:

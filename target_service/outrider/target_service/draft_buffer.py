@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from outrider.engine.token_tree import MOST_NODES, depths_of, subtree
 from outrider.rpc.messages import DraftTokens, TokenWeights
 
+MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
+
 
 @dataclass(slots=True)
 class LiveChain:
@@ -54,7 +56,6 @@ class Window:
     num_forced: int = 0  # of `ids`, at their end: a grammar's, and no draft's
 
 
-MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
 EMPTY_WINDOW = Window(None, (), (), False)
 
 

@@ -52,6 +52,8 @@ BLOCKED_S = 0.005  # pause when sequences are due but none can have blocks
 
 
 TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class TargetEngine:
@@ -425,10 +427,6 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         num_cached_ids=target.num_cached_ids,
         num_forced=scheduled.window.num_forced,
     )
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def run_isolated(

@@ -34,6 +34,10 @@ from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 
+PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
+ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
+HOST = torch.device("cpu")
+
 
 class VerifyRule(IntEnum):
     """How windows are judged, in an order: on a device a batch is under all rules up to the last one of its windows."""
@@ -146,11 +150,6 @@ def _judge_by_rejection(probs: Tensor, invalid: Tensor, batch: VerifyBatch) -> t
 def _either(is_first: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
     """The first where it holds, else the second; None: there is one."""
     return parts[0] if is_first is None else torch.where(is_first, parts[0], parts[1])
-
-
-PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
-ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
-HOST = torch.device("cpu")
 
 
 def verify_source(device: torch.device) -> RandomSource:

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from outrider.rpc.messages import Load, StepTimings, TargetEvent
 from outrider.vllm.rows import DraftedRow
 
+LINK = "OUTRIDER_LINK"  # environment of the engine's process: where the service that drives it listens
+DRAFT = "OUTRIDER_DRAFT"  # or: where draft services listen, separated by commas
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -54,7 +57,3 @@ class DraftSource(Protocol):
 
     def close(self) -> None:
         """The engine ends."""
-
-
-LINK = "OUTRIDER_LINK"  # environment of the engine's process: where the service that drives it listens
-DRAFT = "OUTRIDER_DRAFT"  # or: where draft services listen, separated by commas

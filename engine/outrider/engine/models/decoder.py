@@ -22,6 +22,9 @@ from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
 from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm
 
+Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
+
 
 class Embedding:
     """Looks up rows of `weight`, times `scale` where there is one: rounded to the type of the rows, as in training."""
@@ -40,10 +43,6 @@ class Embedding:
         """The residual stream before the first layer, in memory of its own."""
         hidden = F.embedding(token_ids, self.weight).to(self._dtype)
         return hidden if self._scale is None else hidden.mul_(self._scale)
-
-
-Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
-KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
 
 class DecoderLayer:

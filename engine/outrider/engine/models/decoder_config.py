@@ -22,6 +22,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 from outrider.kernels.layers.reference import rotary_table
 
+READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+# Far above every model's: what is larger is a damaged file, or one that is to fill the memory.
+MOST_SIZES = {
+    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
+}  # fmt: skip
+# Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -62,18 +73,8 @@ FAMILIES = {
     "phi3": Family(attention_bias="never", fused=True, partial_rotary=True),
 }
 BY_MODEL_TYPE = FAMILIES | {row.with_vision: row for row in FAMILIES.values() if row.with_vision is not None}
-READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
 BY_MODEL_TYPE |= {name: FAMILIES[family] for name, family in READ_AS.items()}
 MODEL_TYPES = tuple(BY_MODEL_TYPE)
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-# Far above every model's: what is larger is a damaged file, or one that is to fill the memory.
-MOST_SIZES = {
-    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
-    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
-}  # fmt: skip
-# Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
