@@ -280,6 +280,8 @@ class TargetEngine:
             self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
             self._fail(target, Internal(message, reason="INVALID_LOGITS"))
             return
+        for part in self.parts:
+            part.committing(verified)
         committed = commit(verified, step, self.cache, load)
         target.sink(committed)
         if committed.finish_reason is not None:

@@ -82,6 +82,9 @@ class EnginePart:
     def finished(self, step: ComputedStep) -> None:
         """What was computed is committed next."""
 
+    def committing(self, verified: VerifiedWindow) -> None:
+        """A window is committed next; what raises here costs its sequence alone."""
+
     def committed(self, step: ComputedStep) -> None:
         """All was committed that the step has computed."""
 
@@ -218,15 +221,17 @@ class StepCosts(EnginePart):
             self._scheduler.goodput = Goodput(costs)
 
     def finished(self, step: ComputedStep) -> None:
-        """Learns from a step and its windows."""
-        if (goodput := self._scheduler.goodput) is not None:
-            if all(scheduled.num_rows == scheduled.num_verify_rows for scheduled in step.scheduled):
-                pause_s = step.started - self._step_ended
-                goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6)
-            for verified in step.verified:
-                if not verified.invalid:
-                    goodput.add_verified(verified.scheduled.target.acceptance, *drafted_and_accepted(verified))
+        """Learns what a step took that had windows alone."""
+        only_windows = all(one.num_rows == one.num_verify_rows for one in step.scheduled)
+        if only_windows and (goodput := self._scheduler.goodput) is not None:
+            pause_s = step.started - self._step_ended
+            goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6)
         self._step_ended = step.ended
+
+    def committing(self, verified: VerifiedWindow) -> None:
+        """Learns which drafted tokens hold."""
+        if (goodput := self._scheduler.goodput) is not None:
+            goodput.add_verified(verified.scheduled.target.acceptance, *drafted_and_accepted(verified))
 
 
 def drafted_and_accepted(verified: VerifiedWindow) -> tuple[int, int]:
