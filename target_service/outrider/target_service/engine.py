@@ -69,7 +69,7 @@ class TargetEngine:
         max_rows: int = 512,
         cut_windows: bool = True,
         flush: Callable[[], None] = lambda: None,
-        on_step: Callable[[ComputedStep], None] = lambda step: None,
+        on_step: Callable[[ComputedStep], None] | None = None,
         head: Head | None = None,
         tree: TokenTree | None = None,  # what it drafts where trees are verified
         grammars: Grammars | None = None,  # without, requests for constraints are refused
@@ -78,7 +78,7 @@ class TargetEngine:
         self.limits = limits
         self._runner = runner
         self._flush = flush
-        self._on_step = on_step
+        self._on_step = on_step or (lambda step: None)
         self._clock = clock
         self._arrivals = 0
         dtype = str(runner.model.dtype).removeprefix("torch.")
@@ -182,7 +182,7 @@ class TargetEngine:
         try:
             parent = self._sequence(stream, message.fork_of)
             whole = with_prompt(message, parent.open if parent else None)
-            adapter = self.adapters.table.find(message, parent.adapter if parent else None)
+            adapter = self.adapters.find(message, parent.adapter if parent else None)
             key = (stream, message.sequence_id)
             target = admit(whole, parent, key, sink, self.limits, self._arrivals, now, adapter)
             self._work.check(num_tokens, now, message.was_promised)

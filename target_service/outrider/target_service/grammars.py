@@ -106,7 +106,7 @@ class Grammars:
         return None
 
     def forget(self, target: TargetSequence) -> None:
-        """A sequence ended, which may have waited for its constraint."""
+        """A sequence ended while it waited for its constraint."""
         if target.waits_for is not None:
             target.waits_for.cancel()
         self._late.pop(target.key, None)

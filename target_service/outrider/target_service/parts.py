@@ -15,8 +15,9 @@ from outrider.engine.adapters.resident import ResidentAdapters
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.token_tree import depths_of
 from outrider.rpc.errors import OutriderError
+from outrider.rpc.messages import Open
 from outrider.rpc.structured import CONSTRAINTS
-from outrider.target_service.adapters import AdapterTable, AdapterTurns
+from outrider.target_service.adapters import AdapterTable, AdapterTurns, ServedAdapter
 from outrider.target_service.device_verifier import StepVerifier
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.grammars import POLL_S, Grammars, StepMasks, refused
@@ -106,11 +107,13 @@ class Constraints(EnginePart):
 
     def opened(self, target: TargetSequence) -> None:
         """Starts to compile what it asks for. Raises ResourceExhausted where too many wait."""
-        self._grammars.open(target)
+        if target.wants_constraint:
+            self._grammars.open(target)
 
     def released(self, target: TargetSequence) -> None:
         """Nobody waits for its constraint any more."""
-        self._grammars.forget(target)
+        if target.is_waiting:
+            self._grammars.forget(target)
 
     def refusals(self, sequences: Collection[TargetSequence], now: float) -> Iterator[Refusal]:
         """Lets sequences go on that waited for their constraint; some of these cannot be served."""
@@ -124,8 +127,9 @@ class Constraints(EnginePart):
 
     def launching(self, step: StepUnderWay) -> None:
         """Has masks made while the pass runs."""
-        windows = [scheduled for scheduled in step.scheduled if scheduled.samples]
-        step.masks = self._grammars.start(windows, self._verifier.takes_masks_lazily)
+        if any(scheduled.target.sampler.constrained for scheduled in step.scheduled):
+            windows = [scheduled for scheduled in step.scheduled if scheduled.samples]
+            step.masks = self._grammars.start(windows, self._verifier.takes_masks_lazily)
 
     def judging(self, step: StepUnderWay, pass_s: float) -> None:
         """Waits a little for masks that are late."""
@@ -157,7 +161,7 @@ class NoConstraints(EnginePart):
 
     def opened(self, target: TargetSequence) -> None:
         """Raises InvalidArgument for a sequence that has a constraint."""
-        if target.open.sampling.structured_output is not None or target.open.reasoning is not None:
+        if target.wants_constraint:
             raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
 
 
@@ -182,6 +186,10 @@ class Adapters(EnginePart):
     def num_swaps(self) -> int:
         """Adapters that were put on the device, since the start."""
         return 0 if self._resident is None else self._resident.num_swaps
+
+    def find(self, message: Open, inherited: ServedAdapter | None) -> ServedAdapter | None:
+        """The adapter of a new sequence, of which a fork inherits its parent's. Raises NotFound or InvalidArgument."""
+        return self.table.find(message, inherited) if message.adapter or inherited else None
 
     def opened(self, target: TargetSequence) -> None:
         """One sequence more has its adapter."""

@@ -99,6 +99,11 @@ class TargetSequence:
     num_cached_ids: int = 0
 
     @property
+    def wants_constraint(self) -> bool:
+        """Whether its tokens have to follow anything beside the sampling parameters."""
+        return self.open.sampling.structured_output is not None or self.open.reasoning is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it is in no step until its constraint, or its masks, are there."""
         return self.waits_for is not None

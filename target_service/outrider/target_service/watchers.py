@@ -33,10 +33,10 @@ def step_watcher(metrics: TargetMetrics | None) -> Callable[[ObservedStep], None
     return partial(_tell_all, watchers) if watchers else None
 
 
-def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None]:
-    """Traces and counts our engine's steps, where somebody asks for it."""
+def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None] | None:
+    """Traces and counts our engine's steps; None where nobody asks for it."""
     watch = step_watcher(metrics)
-    return (lambda step: watch(observed(step))) if watch else lambda step: None
+    return (lambda step: watch(observed(step))) if watch else None
 
 
 def _tell_all(watchers: Sequence[Callable[[ObservedStep], None]], step: ObservedStep) -> None:
