@@ -41,7 +41,7 @@ from outrider.target_service.goodput import BatchingDelay
 from outrider.target_service.grammars import Grammars, stuck
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
-from outrider.target_service.parts import Adapters, EnginePart, StepCosts, StepUnderWay, constraints_of
+from outrider.target_service.parts import Adapters, EnginePart, StepCosts, constraints_of, under_way
 from outrider.target_service.profile import StepProfile, measure_steps
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit, with_prompt
@@ -340,14 +340,22 @@ def compute(
 ) -> ComputedStep:
     """One pass over the model, and what the target says of the windows in it, without sequences whose masks are late;
     nothing is committed. Raises what model and verifier raise, or DeviceLost if the device is unusable after it."""
-    step = StepUnderWay(scheduled, time.time_ns(), clock())
     try:
-        verified = judged(step, runner, verifier, clock, parts)
+        with under_way(scheduled, clock(), parts) as step:
+            for part in parts:
+                part.launching(step)
+            logits = runner.forward([one.batch_entry() for one in scheduled])  # [rows that want them, vocab]
+            for one in scheduled:
+                if one.target.wants_prompt_logprobs:
+                    report_prompt(one, logits[one.first_logit :][: one.num_logits])
+            pass_s = clock() - step.started
+            for part in parts:
+                part.judging(step, pass_s)
+            verified = verifier.verify(logits, [one for one in step.going_on if one.samples], step.masks)
+            runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
     except Exception:
-        end(step, parts)
         require_device(runner.model.device)
         raise
-    end(step, parts)
     ended = clock()
     step_us = round((ended - step.started) * 1e6)
     verify_us = min(runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
@@ -355,34 +363,6 @@ def compute(
     num_rows = sum(one.num_rows for one in stayed)
     timings = StepTimings(0, verify_us, step_us - verify_us, num_rows, len(stayed), mask_us=step.mask_us)
     return ComputedStep(stayed, verified, step.started_ns, step.started, ended, timings)
-
-
-def judged(
-    step: StepUnderWay,
-    runner: ModelRunner,
-    verifier: StepVerifier,
-    clock: Callable[[], float],
-    parts: Sequence[EnginePart],
-) -> list[VerifiedWindow]:
-    """Launches a step's pass, and judges its windows."""
-    for part in parts:
-        part.launching(step)
-    logits = runner.forward([one.batch_entry() for one in step.scheduled])  # [rows that want them, vocab]
-    for one in step.scheduled:
-        if one.target.wants_prompt_logprobs:
-            report_prompt(one, logits[one.first_logit :][: one.num_logits])
-    pass_s = clock() - step.started
-    for part in parts:
-        part.judging(step, pass_s)
-    verified = verifier.verify(logits, [one for one in step.going_on if one.samples], step.masks)
-    runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
-    return verified
-
-
-def end(step: StepUnderWay, parts: Sequence[EnginePart]) -> None:
-    """A step's windows were judged, or it failed."""
-    for part in parts:
-        part.ended(step)
 
 
 def kept_path(verified: VerifiedWindow) -> KeptPath | None:

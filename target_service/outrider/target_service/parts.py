@@ -7,7 +7,9 @@ object of its own that holds what they need of it, so that one may be launched b
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +97,19 @@ class EnginePart:
 
     def close(self) -> None:
         """The device thread has ended."""
+
+
+@contextmanager
+def under_way(
+    scheduled: Sequence[ScheduledSequence], started: float, parts: Sequence[EnginePart]
+) -> Iterator[StepUnderWay]:
+    """A step that begins now, until its windows were judged or something of it has raised."""
+    step = StepUnderWay(scheduled, time.time_ns(), started)
+    try:
+        yield step
+    finally:
+        for part in parts:
+            part.ended(step)
 
 
 class Constraints(EnginePart):
