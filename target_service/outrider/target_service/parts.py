@@ -226,9 +226,10 @@ class Adapters(EnginePart):
         }
 
     def _forget(self, prepared: PreparedAdapter) -> None:
-        for holder in (self._resident, self._scheduler.turns):
-            if holder is not None:
-                holder.forget(prepared)
+        if self._resident is not None:
+            self._resident.forget(prepared)
+        if self._scheduler.turns is not None:
+            self._scheduler.turns.forget(prepared)
 
 
 class StepCosts(EnginePart):
