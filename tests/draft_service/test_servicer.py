@@ -22,7 +22,7 @@ from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import Worker
+from outrider.engine.worker import DeviceWorker
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
@@ -46,7 +46,7 @@ class Service:
         method = build_model_method(model, RunnerOptions(num_blocks=64))
         outboxes = Outboxes(asyncio.get_running_loop())
         self.engine = DraftEngine(make_methods([method, NgramProposer()]), flush=outboxes.flush)
-        self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
+        self.thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, outboxes, INFO)
         self.server = build_service(
             ServerSettings(listen="localhost:0"), self.engine, self.thread, self.servicer

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from support.models import train_byte_level
 
-from outrider.engine import grammar_queue
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, ReasoningSpec
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar import queue as grammar_queue
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec, ReasoningSpec
 
 KNOWN = GrammarSpec("regex", "known")
 

@@ -7,7 +7,7 @@ from itertools import permutations
 from outrider.gateway.learning import MAX_METHODS, Learned
 from outrider.gateway.speculation.contest import MAX_LIMITS, SharedTrials
 from outrider.planner.forecast import VerifyCosts
-from outrider.planner.policy import Limits, Policy
+from outrider.planner.policy import Policy, PolicyLimits
 
 NAMES = ("ngram", "suffix", "prediction", "draft_model", "pard")
 
@@ -31,9 +31,11 @@ def test_where_the_target_drafts_no_wire_is_measured() -> None:
 
 def test_choices_that_nobody_makes_any_more_are_forgotten() -> None:
     trials = SharedTrials()
-    usual, first = trials.of(Limits(Policy(4), 8)), trials.of(Limits(Policy(1), 1, fixed=True))
+    usual, first = trials.of(PolicyLimits(Policy(4), 8)), trials.of(PolicyLimits(Policy(1), 1, fixed=True))
     for k in range(1, 129):
-        seen = trials.of(Limits(Policy(k), k, fixed=True))
-        assert trials.of(Limits(Policy(k), k, fixed=True)) is seen and trials.of(Limits(Policy(4), 8)) is usual
+        seen = trials.of(PolicyLimits(Policy(k), k, fixed=True))
+        assert (
+            trials.of(PolicyLimits(Policy(k), k, fixed=True)) is seen and trials.of(PolicyLimits(Policy(4), 8)) is usual
+        )
     assert len(trials._by_limits) == MAX_LIMITS
-    assert trials.of(Limits(Policy(1), 1, fixed=True)) is not first
+    assert trials.of(PolicyLimits(Policy(1), 1, fixed=True)) is not first

@@ -48,7 +48,7 @@ AT_ONCE = 12  # requests
 # A field's name comes first; what no field is to blame for has a reason.
 NAMED = ("[", ".", ": ")
 UNNAMED = {
-    "PROTOCOL_ERROR", "PARENT_GONE", "OTHER_MODEL", "MODEL_NOT_FOUND", "UNKNOWN_METHOD", "NO_FEATURES", "DOES_NOT_FIT",
+    "PROTOCOL_ERROR", "PARENT_GONE", "OTHER_MODEL", "MODEL_NOT_FOUND", "UNKNOWN_METHOD", "DOES_NOT_FIT",
     "CONTEXT_TOO_SHORT", "UNKNOWN_TOKEN", "COMMIT_GAP", "DEADLINE", "NOT_A_PAIR", "RELOADING", "NOT_LOADED",
     "DEADLINE_EXCEEDED", "CALL_ENDED",
 }  # fmt: skip

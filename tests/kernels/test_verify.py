@@ -23,7 +23,6 @@ from outrider.kernels.verify.reference import (
     accept_uniforms,
     coupled_accept,
     coupled_choice,
-    cut_at_vocabulary,
     draw,
     first_argmax,
 )
@@ -125,12 +124,6 @@ def test_a_drafted_id_outside_the_vocabulary_is_never_accepted(token_id: int, ac
     vector: Vector = ((0, token_id), (1, 1))
     for vectors in ([None], [vector]):
         assert accept_one([[0.5, 0.5], [1.0, 0.0]], [token_id], vectors, [0.0]) == (0, [0.5, 0.5])
-
-
-def test_a_chain_is_cut_before_an_id_outside_the_vocabulary() -> None:
-    assert cut_at_vocabulary([3, 0, 4, 1], 4) == 2
-    assert cut_at_vocabulary([-1], 4) == 0
-    assert cut_at_vocabulary([3, 3], 4) == 2
 
 
 def test_windows_are_ragged() -> None:

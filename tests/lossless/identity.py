@@ -32,7 +32,7 @@ from outrider.draft_service.servicer import DraftServicer
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import Worker
+from outrider.engine.worker import DeviceWorker
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
@@ -272,7 +272,7 @@ class Draft:
 
     server: Server
     engine: DraftEngine
-    thread: Worker[DraftCommand]
+    thread: DeviceWorker[DraftCommand]
     cache: KVCacheManager
     watch: CacheWatch
     pieces: DraftWatch
@@ -295,7 +295,7 @@ def build_draft(loaded: LoadedModel, num_blocks: int, vocabularies: Mapping[str,
     methods = make_methods([method, NgramProposer(*NGRAM), PredictionProposer(), suffix])
     engine = DraftEngine(methods, flush=outboxes.flush)
     pieces.watch(engine)
-    thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
+    thread: DeviceWorker[DraftCommand] = DeviceWorker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, tuple(map(DraftMethod, methods)))
     servicer = DraftServicer(thread, outboxes, info)

@@ -29,7 +29,7 @@ from outrider.proposers import drawing
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.target_service import local_draft
+from outrider.target_service import head_drafter
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -275,7 +275,7 @@ def weights_are_not_those_drawn_from(patch: Patch) -> None:
 
 def a_head_s_weights_are_in_another_order(patch: Patch) -> None:
     """The tokens of a head's chain are judged by other weights than they were drawn from."""
-    piece = local_draft._piece
+    piece = head_drafter._piece
 
     def wrong(line: Any) -> Any:
         whole = piece(line)
@@ -284,7 +284,7 @@ def a_head_s_weights_are_in_another_order(patch: Patch) -> None:
         entries = zip(whole.weights, packed, strict=True)
         return replace(whole, weights=tuple(replace(found, weights=numbers) for found, numbers in entries))
 
-    patch.setattr(local_draft, "_piece", wrong)
+    patch.setattr(head_drafter, "_piece", wrong)
 
 
 def mapped_noise_is_indexed_by_own_ids(patch: Patch) -> None:

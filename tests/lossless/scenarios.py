@@ -127,7 +127,7 @@ def poison(runner: ModelRunner, cache: KVCacheManager, sequences: Callable[[], I
 
     def run(forward: Forward, entries: Sequence[BatchEntry]) -> Tensor:
         pool = cache.pool
-        free = [b for b in range(pool.num_blocks) if pool.references(b) == 0 and not pool.is_cached(b)]
+        free = [b for b in range(pool.num_blocks) if pool.references(b) == 0 and b not in pool._key_of]
         slots = [block * cache.block_size + offset for block in free for offset in range(cache.block_size)]
         for sequence in sequences():
             end = len(sequence.block_table) * cache.block_size
@@ -156,7 +156,7 @@ def check_writes(runner: ModelRunner, cache: KVCacheManager) -> list[int]:
         assert changed <= rows, "slots were written that are no row's of this pass"
         for block in {slot // cache.block_size for slot in rows}:
             assert cache.pool.references(block) == 1, f"block {block} is written and not owned alone"
-            assert not cache.pool.is_cached(block), f"block {block} is written and findable"
+            assert block not in cache.pool._key_of, f"block {block} is written and findable"
         num_written.append(len(changed))
         return logits
 

@@ -34,7 +34,7 @@ from support.engines import (
     speculate,
 )
 
-from outrider.engine.grammar import GrammarSpec
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import StructuredOutput, TokenOrigin
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from outrider.kernels.sampling.reference import draft_sample, logits_to_probs, most_probable
 from outrider.kernels.types import DraftWeights, RowSampling, Windows
-from outrider.kernels.verify.reference import accept, cut_at_vocabulary
+from outrider.kernels.verify.reference import accept
 from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import Lexicon, Token
@@ -171,7 +171,7 @@ def test_chains_end_at_an_id_outside_the_vocabulary(send: Send) -> None:
     chains = [
         replace(chain, ids=chain.ids[:count], vectors=chain.vectors[:count])
         for chain in proposals_of(wider, send)
-        for count in [cut_at_vocabulary(chain.ids, VOCAB_SIZE)]
+        for count in [next((at for at, token in enumerate(chain.ids) if token >= VOCAB_SIZE), len(chain.ids))]
     ]
     assert {len(chain.ids) for chain in chains} == {0, 1, 2}
     assert distance(law_with(chains)) == 0

@@ -17,8 +17,9 @@ from lossless.test_law_blocks import accept_by_block, with_coins
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from outrider.engine.grammar import GrammarCompiler, GrammarSpec, Matcher
-from outrider.engine.token_masks import allowed_ids
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
+from outrider.engine.grammar.masks import allowed_ids
+from outrider.engine.grammar.source import GrammarSpec
 
 REGEX, LETTERS, END = "(ab*c|ba?)+", "abc", 3
 PATTERNS = {1: (16,), 2: (4, 12), 3: (4, 8, 4), 4: (8, 4, 2, 2)}  # sixteenths of what is allowed

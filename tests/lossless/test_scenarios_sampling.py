@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outrider.draft_service import chains
 from outrider.engine.batch import BatchEntry
-from outrider.engine.grammar import Matcher
+from outrider.engine.grammar.compiler import Matcher
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import SequenceSampler
 from outrider.kernels.random.reference import Purpose, words

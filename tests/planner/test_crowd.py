@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
-from outrider.planner.crowd import Crowd, Machines
+from outrider.planner.crowd import Machines, VirtualFleet
 from outrider.planner.estimates import StepTime
 from outrider.planner.policy import Mode
 from outrider.planner.virtual_services import MAX_ROWS, DraftQuality
@@ -68,7 +68,7 @@ COSTS = ((1, 25e3), (64, 30e3), (MAX_ROWS, 80e3))
 PASSES = ((1, 2e3), (128, 3e3), (MAX_ROWS, 8e3))
 
 
-def crowd_of(streams: int, modes: tuple[Mode, ...], k: int | None, targets: int = 1, drafts: int = 1) -> Crowd:
+def crowd_of(streams: int, modes: tuple[Mode, ...], k: int | None, targets: int = 1, drafts: int = 1) -> VirtualFleet:
     crowd = new_crowd(Machines(COSTS, PASSES, DraftQuality(0.75), 0.0005, targets, drafts))
     crowd.add(gateway_loop(COSTS, modes, k), streams, spread_s=0.02)
     return crowd

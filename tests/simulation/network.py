@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 from simulation.checks import Watch
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.planner.simulate import Clock, Direction
+from outrider.planner.simulate import Clock, OneWayLink
 from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, DraftTokens, Failure, ModelInfo, Open
 
 
@@ -100,11 +100,11 @@ class Stream:
     all_links: dict[int, SimLink] = field(default_factory=dict)
     up_until: float = float("inf")  # frames that arrive later are lost
     down_until: float = float("inf")
-    _upwards: Direction = field(init=False)
-    _downwards: Direction = field(init=False)
+    _upwards: OneWayLink = field(init=False)
+    _downwards: OneWayLink = field(init=False)
 
     def __post_init__(self) -> None:
-        self._upwards, self._downwards = (Direction(self.peer.clock, self.peer.delay) for _ in range(2))
+        self._upwards, self._downwards = (OneWayLink(self.peer.clock, self.peer.delay) for _ in range(2))
 
     def open(self, request: Open, on_event: Callable[[Any], None], door: Door, parent: SimLink | None) -> SimLink:
         """Starts a sequence; a parent that is alive here shares its prompt."""

@@ -27,7 +27,7 @@ from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.crowd import Machines
 from outrider.planner.estimates import StepTime
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import Limits, Policy
+from outrider.planner.policy import Policy, PolicyLimits
 from outrider.planner.virtual_services import DraftQuality
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
@@ -145,7 +145,7 @@ def burst(
     speculates: bool,
 ) -> float:
     """Tokens a second of requests that come together, to the end of the last."""
-    limits = Limits(Policy(4), most=8)
+    limits = PolicyLimits(Policy(4), most=8)
 
     def num_running() -> int:
         return sum(client.plan.arrives <= world.clock.now and not client.over for client in world.clients)
@@ -239,7 +239,7 @@ def foreign_pace(policy: Policy, num_tokens: int, *, num_requests: int = 1, choo
     profile, known, trials = PROFILES["fast"], SharedStats(VerifyCosts()), SharedTrials()
     found = []
     for number in range(num_requests):
-        controller = partial(Controller, Limits(Policy(4), most=8), known, trials, lambda: 1e3)
+        controller = partial(Controller, PolicyLimits(Policy(4), most=8), known, trials, lambda: 1e3)
         world = crowd_of(policy, controller if chooses else None, 1, number, num_tokens, is_foreign=True)
         (client,) = world.clients
         learned_at: list[float] = []

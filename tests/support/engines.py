@@ -24,7 +24,7 @@ from outrider.draft_service.grammar import DraftGrammars
 from outrider.engine.adapters.loader import LoadedAdapter
 from outrider.engine.adapters.resident import ResidentAdapters
 from outrider.engine.batch import BatchEntry
-from outrider.engine.grammar import GrammarCompiler, Matcher
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.random import RandomKey

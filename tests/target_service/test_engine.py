@@ -42,7 +42,8 @@ from outrider.rpc.servicer import Deliver
 from outrider.rpc.telemetry import StepTracer
 from outrider.target_service import outputs
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.observed import observed, trace_step
+from outrider.target_service.observed import observed
+from outrider.target_service.watchers import trace_step
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, AtOnce, grammar_compile
 from support.models import ascii_backend
 from torch import Tensor
 
-from outrider.engine.grammar import GrammarSpec
-from outrider.engine.token_masks import Constraint, allowed_ids
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.masks import allowed_ids
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Reasoning
 from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, StructuredOutput
 from outrider.target_service import lazy_masks, verifier

@@ -14,8 +14,9 @@ from outrider.rpc.messages import Close, Credit, DraftTokens
 from outrider.rpc.structured import StructuredOutput
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
-from outrider.target_service.observed import ObservedStep, new_metrics, observed, stats_of
+from outrider.target_service.observed import ObservedStep, observed, stats_of
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.watchers import new_metrics
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 

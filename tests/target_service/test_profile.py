@@ -17,8 +17,9 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
-from outrider.target_service import profile
-from outrider.target_service.profile import TURN, TURNS, ThreadSplit, measure_steps, thread_split
+from outrider.target_service import profile, threads
+from outrider.target_service.profile import measure_steps
+from outrider.target_service.threads import TURN, TURNS, ThreadSplit, thread_split
 
 
 @dataclass
@@ -146,14 +147,14 @@ def test_both_are_tried_and_the_faster_stays(contention: float, chosen: int) -> 
 
 
 def test_what_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "usable_cores", lambda: 8)
-    monkeypatch.setattr(profile, "usable_threads", lambda: 8)
-    assert thread_split(None, "c-avx512", COSTS) is not None
-    assert thread_split(8, "c-avx512", COSTS) is None  # by the flag
-    assert thread_split(None, "torch-2.13-avx512", COSTS) is None  # its bits depend on the threads
-    assert thread_split(None, "c-avx512", ()) is None
-    monkeypatch.setattr(profile, "usable_threads", lambda: 4)
-    assert thread_split(None, "c-avx512", COSTS) is None  # by the environment
+    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(threads, "usable_threads", lambda: 8)
+    assert thread_split(None, "c-avx512", COSTS)
+    assert not thread_split(8, "c-avx512", COSTS)  # by the flag
+    assert not thread_split(None, "torch-2.13-avx512", COSTS)  # its bits depend on the threads
+    assert not thread_split(None, "c-avx512", ())
+    monkeypatch.setattr(threads, "usable_threads", lambda: 4)
+    assert not thread_split(None, "c-avx512", COSTS)  # by the environment
     for count in ("usable_cores", "usable_threads"):
-        monkeypatch.setattr(profile, count, lambda: 2)
-    assert thread_split(None, "c-avx512", COSTS) is None
+        monkeypatch.setattr(threads, count, lambda: 2)
+    assert not thread_split(None, "c-avx512", COSTS)

@@ -184,7 +184,7 @@ class Harness:
         self.store = VllmAdapters(base_of(folder), self.llm)
         limits = TargetLimits(97, 512, (2,), num_blocks=64, block_size=16, model_digest=base_of(folder).digest)
         self.engine = VllmEngine(self.llm, FakeLink(), limits, vllm_adapters=self.store)
-        self.changes = AdapterChanges(self.engine, self.engine, self.store, "base", {})
+        self.changes = AdapterChanges(self.engine.adapters, self.engine, self.store, "base", {})
 
     def send(self, *messages: Any) -> None:
         self.engine.submit(Deliver(STREAM, messages, self.events.append))

@@ -8,7 +8,7 @@ import pytest
 from support.engines import GRAMMAR_EOS, VOCAB, opened
 from support.models import ascii_backend
 
-from outrider.engine import grammar_queue
+from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import StructuredOutput

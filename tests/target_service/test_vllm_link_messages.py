@@ -29,7 +29,7 @@ TIMINGS = StepTimings(1, 2, 3, 4, 5, 6, 7, 8)
 COMMIT = Commit(
     1, 9, (3, 4), (TokenOrigin.ACCEPTED, TokenOrigin.BONUS),
     chain=2, num_drafted=5, num_accepted=1, logprobs=((TokenLogprob(3, -0.1, 1), TokenLogprob(8, -math.inf, 97)), ()),
-    features=bytes(range(256)), finish_reason=FinishReason.STOP, stop_token_id=4, dropped=(6, 7), timings=TIMINGS,
+    finish_reason=FinishReason.STOP, stop_token_id=4, dropped=(6, 7), timings=TIMINGS,
     load=Load(1, 2, 3), num_cached_ids=8, num_forced=1,
 )  # fmt: skip
 EVENTS = [COMMIT, PromptLogprobs(2, 0, ((), (TokenLogprob(5, -1 / 3, 2),))), Failure(3, 13, "äöü “…”", "WHY", 20)]

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from outrider.rpc.messages import TokenWeights
-from outrider.vllm import mends
+from outrider.vllm import patches
 from outrider.vllm.weights import ATTRIBUTE
 from outrider.vllm.worker import AdaptedWorker, PlatformWorker, Worker
 
@@ -31,7 +31,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_weights_of_a_step_are_the_samplers_rows_of_this_step_alone(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mends, "apply", lambda: False)
+    monkeypatch.setattr(patches, "apply", lambda: False)
     worker.init_device()
     metadata = SpecDecodeMetadata.make_dummy([[1], [], [0, 2]], torch.device("cpu"))
     step = SchedulerOutput.make_empty()
@@ -50,7 +50,7 @@ def test_what_no_plugin_mended_is_registered_again(
     plugins_were_left_out: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = []
-    monkeypatch.setattr(mends, "apply", lambda: plugins_were_left_out)
+    monkeypatch.setattr(patches, "apply", lambda: plugins_were_left_out)
     monkeypatch.setattr(current_platform, "register_triton_kernel_overrides", lambda: registered.append(True))
     worker.init_device()
     assert registered == [True] * plugins_were_left_out

@@ -136,7 +136,6 @@ WITHOUT_ROW = {
     "random.philox_rounds": "a part of the words and the noise",
     "verify.accept_uniforms": "one expression of a few numbers",
     "verify.count_accepted": "a part of accept",
-    "verify.cut_at_vocabulary": "a comparison a drafted token, on the host",
     "layers.apply_rotary": "a part of store_kv_rotary",
     "layers.rotary_table": "once, at load",
     "layers.int8_scales": "once, at load",

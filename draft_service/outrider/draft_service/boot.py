@@ -27,7 +27,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
 from outrider.engine.token_tree import TokenTree
-from outrider.engine.worker import Worker, set_switch_interval
+from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.proposers.base import LearningProposer, TokenProposer
 from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
@@ -69,7 +69,7 @@ async def start(settings: DraftSettings) -> DraftService:
         observer=metrics,
         default_methods=info.default_methods,
     )
-    thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
+    thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
     reloads = new_reloads(settings, engine, thread, info.model)
     servicer = DraftServicer(thread, outboxes, info, reloads, new_vocabularies(settings, methods))
@@ -89,7 +89,7 @@ def new_vocabularies(settings: DraftSettings, methods: Iterable[ModelMethod | To
 
 
 def new_reloads(
-    settings: DraftSettings, engine: DraftEngine, thread: Worker[DraftEngineCommand], info: ModelInfo
+    settings: DraftSettings, engine: DraftEngine, thread: DeviceWorker[DraftEngineCommand], info: ModelInfo
 ) -> Reloads | None:
     """What puts other weights in the model's place, where that is allowed."""
     if not settings.allow_reload or settings.model is None:
@@ -114,7 +114,7 @@ def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics
 
 
 def located(settings: DraftSettings) -> DraftSettings:
-    """With folders in place of hub ids. Raises ModelNotFound."""
+    """The settings with folders in place of hub ids. Raises ModelNotFound."""
     if settings.model is None:
         return settings
     targets = [locate(folder, weights=False) for folder in settings.target_tokenizer]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.observer import EngineObserver
 from outrider.draft_service.sequence import DraftSequence, SequenceKey
 from outrider.rpc.messages import Commit, DraftTokens, ModelInfo
 from outrider.rpc.metrics import PARTS_S, Metrics
@@ -26,7 +27,7 @@ class _Clock:
     resting: float | None = None  # since when all that it may be drafted is
 
 
-class DraftMetrics(Metrics):
+class DraftMetrics(Metrics, EngineObserver):
     """An engine's observer: its methods that take sequences belong to the device thread."""
 
     def __init__(self, methods: Iterable[str]) -> None:

@@ -32,7 +32,8 @@ Build = Callable[[], tuple[ModelMethod, ModelInfo]]  # gives loaded weights thei
 
 @dataclass(slots=True, eq=False)
 class Reloads:
-    """Of one engine, one at a time. Belongs to the event loop. `load` reads the weights of a folder."""
+    """Gives one engine other weights, one change at a time. Belongs to the event loop. `load` reads the weights of a
+    folder."""
 
     engine: DraftEngine
     thread: DeviceThread
@@ -110,7 +111,7 @@ class Reloads:
             )
 
     def _swap(self, method: ModelMethod) -> tuple[float, int]:
-        """On the device thread."""
+        """Puts other weights in place, on the device thread."""
         began = time.monotonic()
         num_sequences = self.engine.replace_model(method)
         return time.monotonic() - began, num_sequences

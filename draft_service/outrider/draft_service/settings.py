@@ -66,7 +66,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those that draft by default, in turn."""
+        """The methods that draft by default, in turn."""
         return split_methods(self.method)
 
     vocabulary_level: VocabularyLevel = "auto"

@@ -32,6 +32,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
+WARM_UP = 2  # runs before a capture: they compile kernels, and give the library of products its workspace
 
 
 class GraphDevice(Protocol):
@@ -91,11 +92,6 @@ class CapturedSteps:
         taken = (self.graphs.reserved_bytes() - before) >> 20
         log.info("captured %d graphs of up to %d rows in %d MiB", len(self.buckets), self.buckets[0].rows, taken)
 
-    @property
-    def num_graphs(self) -> int:
-        """How many were captured."""
-        return len(self._replays)
-
     @torch.inference_mode()
     def run(self, entries: Sequence[BatchEntry]) -> Tensor | None:  # [rows that want logits, vocab] float32
         """One step, or None if no graph holds it. The logits hold until the next step."""
@@ -134,16 +130,13 @@ class CapturedSteps:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """How many tokens a block holds."""
         return self._cache.block_size
 
     def _fill(self, buffer: StepBuffer, rows: PackedRows, entries: Sequence[BatchEntry]) -> None:
         self.graphs.wait_for_upload()
         used = buffer.write(rows, [entry.block_table for entry in entries])
         self.graphs.upload(self._numbers[:used], self._host[:used])
-
-
-WARM_UP = 2  # runs before a capture: they compile kernels, and give the library of products its workspace
 
 
 class CudaGraphs:
@@ -190,7 +183,7 @@ class CudaGraphs:
         return graph.replay
 
     def reserved_bytes(self) -> int:
-        """Of the caching allocator, the graphs' pool included; what it only keeps at hand is given back first, as by a
-        capture."""
+        """The bytes of the caching allocator, the graphs' pool included; what it only keeps at hand is given back
+        first, as by a capture."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)

@@ -27,18 +27,22 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.token_tree import KeptPath
 from outrider.engine.worker import require_device
 
+log = logging.getLogger(__name__)
+DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
+SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
+
 
 class ForwardTimer(Protocol):
     """Times one pass after the other."""
 
     def start(self) -> None:
-        """Before a pass."""
+        """Begins to measure; to be called right before a pass."""
 
     def stop(self) -> None:
-        """After it was launched."""
+        """Ends the measurement; to be called once the pass was launched."""
 
     def microseconds(self) -> int:
-        """Of the last pass that is known to have ended; 0 if none is."""
+        """What the last pass took that is known to have ended; 0 if none is."""
 
 
 def timer_of(device: torch.device) -> ForwardTimer:
@@ -47,27 +51,28 @@ def timer_of(device: torch.device) -> ForwardTimer:
 
 
 class HostTimer:
-    """For a pass that has run when it returns."""
+    """Measures passes that have run when they return."""
 
     def __init__(self) -> None:
         self._started = 0
         self._nanoseconds = 0
 
     def start(self) -> None:
-        """Before a pass."""
+        """Begins to measure."""
         self._started = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """After it."""
+        """Ends the measurement."""
         self._nanoseconds = time.perf_counter_ns() - self._started
 
     def microseconds(self) -> int:
-        """Of the last pass."""
+        """What the last pass took."""
         return self._nanoseconds // 1000
 
 
 class CudaTimer:
-    """Of events on the current stream. A pass that still runs when it is asked for leaves the last answer."""
+    """Measures passes by events on the current stream. A pass that still runs when it is asked for leaves the last
+    answer."""
 
     def __init__(self) -> None:
         self._first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -76,11 +81,11 @@ class CudaTimer:
         self._known = 0
 
     def start(self) -> None:
-        """Before a pass."""
+        """Records the event before a pass."""
         self._first.record()
 
     def stop(self) -> None:
-        """After it was launched."""
+        """Records the event behind a pass that was launched."""
         self._last.record()
         self._ran = True
 
@@ -113,7 +118,7 @@ class ModelRunner:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """How many tokens a block holds."""
         return self.cache.block_size
 
     @property
@@ -171,12 +176,6 @@ class ModelRunner:
         return self._taps
 
 
-log = logging.getLogger(__name__)
-
-DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
-SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
-
-
 def sampling_bytes(num_rows: int, vocab_size: int) -> int:
     """What sampling takes beside the logits of so many rows."""
     return SAMPLING_COPIES * num_rows * vocab_size * torch.float32.itemsize
@@ -197,13 +196,13 @@ class RunnerOptions:
     adapters: AdapterRoom | None = None
 
     def beside_another(self) -> RunnerOptions:
-        """For the second model of a process: what a device has left is the first one's."""
+        """The options for the second model of a process: what a device has left is the first one's."""
         return replace(self, cache_bytes=self.cache_bytes or self.default_cache_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of one device."""
+    """The bytes of one device, by what they are for."""
 
     total: int
     free: int  # before the largest step
@@ -247,8 +246,8 @@ def blocks_for_share(model: CausalLM, use: MemoryUse, options: RunnerOptions) ->
 
 
 def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
-    """As many rows as a step may hold, in windows, all of which want logits; the tables are of the longest context, as
-    far as memory goes. Sequence i has the blocks from i * blocks per window on."""
+    """A step of as many rows as one may hold, in windows, all of which want logits; the tables are of the longest
+    context, as far as memory goes. Sequence i has the blocks from i * blocks per window on."""
     entries: list[BatchEntry] = []
     length = min(max(limits.max_query_len, -(-limits.max_rows // limits.max_sequences)), model.max_model_len)
     per_window = -(-length // BLOCK_SIZE)

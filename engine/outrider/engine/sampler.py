@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.masks import allowed_ids, num_words
 from outrider.engine.staging import Column, StagedColumns
-from outrider.engine.token_masks import Constraint
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
 
 if TYPE_CHECKING:
-    from outrider.engine.grammar import Matcher
+    from outrider.engine.grammar.compiler import Matcher
+
+OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
 
 
 class SamplingLike(Protocol):
@@ -304,7 +307,7 @@ class _Assembly:
         )
 
     def _penalties(self, device: torch.device) -> Penalties | None:
-        """Counted on the host."""
+        """The penalties, counted on the host."""
         if not self.penalised:
             return None
         names = [column.name for column in fields(Penalties)]
@@ -337,11 +340,8 @@ def _mask_of(ids: tuple[int, ...], vocab_size: int) -> Tensor | None:
     return torch.full((vocab_size,), -torch.inf).index_fill_(0, known, 0.0)
 
 
-OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
-
-
 def sampling_columns(num_rows: int) -> list[Column]:
-    """What `row_sampling` reads."""
+    """The columns that `row_sampling` reads."""
     return [
         Column("temperature", torch.float32, num_rows),
         Column("min_p", torch.float32, num_rows),
@@ -373,3 +373,19 @@ def row_sampling(columns: StagedColumns) -> RowSampling:
         min_p=columns["min_p"],
         truncation=Truncation(every_row, columns["top_k"], columns["top_p"]),
     )
+
+
+def is_stuck(sampler: SequenceSampler, drafted: Sequence[int]) -> bool:
+    """Whether a sequence's constraint and its other parameters together leave no token, here or behind some of these.
+    Raises GrammarError."""
+    constraint, size = sampler.constraint, sampler.vocab_size
+    if constraint is None:
+        return False
+    masks = torch.empty(len(drafted) + 1, num_words(size), dtype=torch.int32)
+    constraint.write_masks(sampler.num_output, drafted, 0, masks)
+    allowed = sampler.allowed_on(torch.device("cpu"))
+    known = set(range(size)) if allowed is None else set((allowed == 0).nonzero()[:, 0].tolist())
+    left = (
+        (known & allowed_ids(row, size)) - sampler.banned_after(drafted[:length]) for length, row in enumerate(masks)
+    )
+    return not all(left)

@@ -16,7 +16,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from outrider.training.drafts import Acceptance
+    from outrider.training.drafts import DraftAcceptance
     from outrider.training.heads import HeadMethod
 
 DESCRIPTION = (
@@ -94,7 +94,7 @@ def check_method(settings: TrainSettings) -> None:
             raise ValueError(f"{flag}: is for {' and '.join(methods)}; the method is {settings.method}")
 
 
-def describe(measured: Sequence[Acceptance]) -> Iterator[str]:
+def describe(measured: Sequence[DraftAcceptance]) -> Iterator[str]:
     """A draft's acceptance, and that of the one it started from."""
     yield "accepted where the corpus was held out, by position, of those reached; tokens a round at k=4 and 8"
     width = max(len(each.name) for each in measured)
@@ -113,7 +113,7 @@ def rounds(shares: Sequence[float], k: int) -> float:
     return total
 
 
-def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Painter) -> list[Acceptance]:
+def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Painter) -> list[DraftAcceptance]:
     import torch
 
     from outrider.training import drafts, heads

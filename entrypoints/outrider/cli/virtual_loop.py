@@ -10,10 +10,10 @@ from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
-from outrider.planner.crowd import Crowd, Door, Driver, Machines, NewDriver
+from outrider.planner.crowd import Door, Driver, Machines, NewDriver, VirtualFleet
 from outrider.planner.estimates import Acceptance
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import Limits, Mode, Policy
+from outrider.planner.policy import Mode, Policy, PolicyLimits
 from outrider.planner.simulate import Clock
 from outrider.rpc.messages import Open
 from outrider.target_service.goodput import BatchingDelay, Goodput, GoodputRequest
@@ -54,9 +54,9 @@ class StepChoices:
         self._goodput.add_step(num_rows, 1e6 * seconds, 1e6 * pause_s)
 
 
-def new_crowd(machines: Machines) -> Crowd:
+def new_crowd(machines: Machines) -> VirtualFleet:
     """Virtual machines whose targets choose as real ones do."""
-    return Crowd(machines, StepChoices)
+    return VirtualFleet(machines, StepChoices)
 
 
 def gateway_loop(
@@ -67,7 +67,7 @@ def gateway_loop(
     stats, trials = SharedStats(VerifyCosts(costs)), SharedTrials()
     base = Policy(USUAL_WINDOW if num_draft_tokens is None else num_draft_tokens)
     most = MOST_DRAFTED if num_draft_tokens is None else num_draft_tokens
-    limits = Limits(base, most, fixed=num_draft_tokens is not None, modes=tuple(modes))
+    limits = PolicyLimits(base, most, fixed=num_draft_tokens is not None, modes=tuple(modes))
 
     def new_driver(drafter: Door, verifier: Door, request: Open, clock: Clock, running: Callable[[], int]) -> Driver:
         controller = Controller(limits, stats, trials, lambda: drafter.round_trip_us, running)

@@ -32,7 +32,7 @@ from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import sampling_bytes
 from outrider.engine.models.base import TakesAdapters, UnsupportedModel, WrongCheckpoint
-from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
+from outrider.engine.worker import DeviceStopped, DeviceWorker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.handshake import check_tokenizer
@@ -93,12 +93,11 @@ from outrider.target_service.boot import (
     new_engine,
     new_grammars,
     new_runner,
-    with_grammars,
 )
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
-from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.threads import thread_split
 from outrider.target_service.vllm.assembly import SPECULATIVE, adapter_changes_of, start_engine
 from outrider.target_service.vllm.engine import VllmEngine
 
@@ -143,7 +142,7 @@ class LocalService:
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread; vLLM's
     engine has none, and calls them on the loop."""
 
-    thread: Worker[Any] | VllmEngine  # that owns the model
+    thread: DeviceWorker[Any] | VllmEngine  # that owns the model
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -199,7 +198,7 @@ class LocalService:
 
     def stop(self) -> None:
         """Ends the device thread, or vLLM's processes, once the loop has ended. Called from any thread."""
-        if isinstance(self.thread, Worker):
+        if isinstance(self.thread, DeviceWorker):
             self.thread.stop(timeout=STOP_S)
         else:
             self.thread.stop()
@@ -295,17 +294,15 @@ class LocalTarget(LocalVerifier):
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
-        info = info_of(settings, loaded, limits, head=head)
         grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
         self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
-        self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
-        if grammars is not None:
-            info = with_grammars(info)
-            self.thread.ended.add_done_callback(lambda _: grammars.close())
+        self.thread: DeviceWorker[TargetCommand] = DeviceWorker(self.engine, "llm-target", threads, settings.device)
+        self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
-        self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
+        self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
+        info = info_of(settings, loaded, limits, costs, head, capabilities=self.engine.capabilities)
+        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 
     def cache_usage(self) -> float:
@@ -392,7 +389,7 @@ class LocalDraft(LocalService):
             default_methods=defaults,
         )
         threads = settings.threads or usable_threads()
-        self.thread: Worker[DraftCommand] = Worker(engine, "llm-draft", threads, settings.device)
+        self.thread: DeviceWorker[DraftCommand] = DeviceWorker(engine, "llm-draft", threads, settings.device)
         self.thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from outrider.gateway.request import Prepared
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import AHEAD, Limits, Mode, Policy
+from outrider.planner.policy import AHEAD, Mode, Policy, PolicyLimits
 
 MAX_ADAPTERS = 256  # of which the experience is kept; each takes some kB
 MAX_METHODS = 32  # lists of methods that requests may name, of which it is
@@ -50,7 +50,7 @@ class Learned:
         return (self.by_methods.get(()) or next(reversed(self.by_methods.values())))[0]
 
 
-def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> Limits | None:
+def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> PolicyLimits | None:
     """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it is
     not switched off, and the target waits for its draft."""
     fixed = prepared.request.speculation.num_draft_tokens is not None
@@ -70,4 +70,4 @@ def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_windo
     adapts = prepared.mode == "auto" and not fixed
     most = max(base.num_draft_tokens, max_draft_tokens) if adapts else base.num_draft_tokens
     most = min(most, max_window)
-    return Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
+    return PolicyLimits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)

@@ -21,7 +21,7 @@ from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.gateway.tracing import RequestTrace
 from outrider.planner.estimates import RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
-from outrider.planner.policy import OFF, Limits, Policy, Round
+from outrider.planner.policy import OFF, Policy, PolicyLimits, Round
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
 from outrider.rpc.metrics import exemplar_of
@@ -29,7 +29,7 @@ from outrider.rpc.metrics import exemplar_of
 DEMAND_EVERY_S = 0.5  # how often it is asked whether drafting would pay
 LEAST_GAIN = 0.97  # of plain decoding's time a token may take to pay
 # Those that wait for the draft: to the others, which decode on meanwhile, a slow one costs nothing on paper.
-_PLANS = [plan for plan in Limits(Policy(0), 8).plans if plan != OFF and plan.waits]
+_PLANS = [plan for plan in PolicyLimits(Policy(0), 8).plans if plan != OFF and plan.waits]
 
 
 class MeteredEngine(GenerationEngine):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from outrider.planner.estimates import StepTime
 from outrider.planner.policy import Round
-from outrider.planner.simulate import Clock, Direction
+from outrider.planner.simulate import Clock, OneWayLink
 from outrider.planner.virtual_services import DraftQuality, StepPolicy, Text, VirtualDraft, VirtualTarget
 from outrider.rpc.messages import Close, DraftInfo, ModelInfo, Open, TargetInfo, is_last
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
@@ -108,7 +108,7 @@ class VirtualLink:
     def __init__(
         self, clock: Clock, way_s: float, deliver: Callable[..., None], on_event: Callable[[Any], None]
     ) -> None:
-        self._there, self._back = (Direction(clock, lambda: way_s) for _ in range(2))
+        self._there, self._back = (OneWayLink(clock, lambda: way_s) for _ in range(2))
         self._deliver, self._on_event = deliver, on_event
         self._alive = True
 
@@ -136,7 +136,7 @@ class VirtualLink:
 class Door:
     """A Drafter, or a Verifier, of one stream. `deliver` takes a sequence's number, messages and the way back."""
 
-    crowd: Crowd
+    crowd: VirtualFleet
     info: DraftInfo | TargetInfo
     deliver: Callable[..., None]
     on_delivered: Callable[[], None] = lambda: None
@@ -162,7 +162,7 @@ class Door:
         return link
 
 
-class Crowd:
+class VirtualFleet:
     """The machines, and streams that are spread evenly over them."""
 
     def __init__(self, machines: Machines, new_step_policy: NewStepPolicy) -> None:

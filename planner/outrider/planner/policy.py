@@ -202,7 +202,7 @@ OFF = Plan(Mode.OFF, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PolicyLimits:
     """What a request lets the controller choose."""
 
     base: Policy

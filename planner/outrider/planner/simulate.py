@@ -71,7 +71,7 @@ class Clock:
         return True
 
 
-class Direction:
+class OneWayLink:
     """One direction of a link: what is sent arrives after a delay, and never before what was sent earlier."""
 
     __slots__ = ("_clock", "_delay", "_last")

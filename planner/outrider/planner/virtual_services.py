@@ -300,7 +300,7 @@ class VirtualTarget:
 
 
 @dataclass(slots=True, eq=False)
-class DraftedChain:
+class SimulatedChain:
     """A chain or a branch at the draft: to where it reaches, is right, and has left."""
 
     number: int
@@ -332,8 +332,8 @@ class DraftStream:
     reply: Reply
     text: Text
     committed: int
-    chain: DraftedChain
-    branches: list[DraftedChain] = field(default_factory=list)
+    chain: SimulatedChain
+    branches: list[SimulatedChain] = field(default_factory=list)
     until: int = 0
     window: int = 0  # tokens of a full piece
     max_branches: int = 0
@@ -370,17 +370,17 @@ class DraftStream:
 
     def _restart(self) -> None:
         self.last_chain += 1
-        self.chain = DraftedChain(self.last_chain, self.committed, self.committed, self.committed)
+        self.chain = SimulatedChain(self.last_chain, self.committed, self.committed, self.committed)
         self.branches.clear()
         self.survived = False
 
-    def draw(self, chain: DraftedChain) -> None:
+    def draw(self, chain: SimulatedChain) -> None:
         """The next token of a chain."""
         if chain.right == chain.length and self.text.rank(chain.length) == 0:
             chain.right += 1
         chain.length += 1
 
-    def end_of(self, branch: DraftedChain) -> int:
+    def end_of(self, branch: SimulatedChain) -> int:
         """Where a branch rests until it is chosen: after a window, or after two where all of one may well hold."""
         return min(branch.position + 1 + self.window + branch.goes_on * (self.window + 1), self.until)
 
@@ -407,7 +407,7 @@ class DraftStream:
             right += right == position and self.text.rank(position) == rank
             self.last_chain += 1
             goes_on = -chance * whole >= LEAST_CHANCE
-            branch = DraftedChain(self.last_chain, position + 1, right, position, 0, number, position, rank, -chance)
+            branch = SimulatedChain(self.last_chain, position + 1, right, position, 0, number, position, rank, -chance)
             branch.goes_on = goes_on
             self.branches.append(branch)
 
@@ -428,7 +428,7 @@ class DraftStream:
             self.idle_at = self.committed
             yield DraftTokens(0, chain.number, self.committed, ())
 
-    def _pieces_of(self, branch: DraftedChain) -> Iterator[DraftTokens]:
+    def _pieces_of(self, branch: SimulatedChain) -> Iterator[DraftTokens]:
         rests = branch.length >= self.end_of(branch)
         while unsent := branch.length - branch.sent:
             full = self.window + (branch.sent == branch.position)
@@ -457,7 +457,7 @@ class VirtualDraft:
             match message:
                 case Open():
                     length, first = len(message.prompt_ids) + len(message.output_ids), message.first_chain
-                    chain = DraftedChain(first, length, length, length)
+                    chain = SimulatedChain(first, length, length, length)
                     self.streams[number] = DraftStream(reply, text, length, chain, last_chain=first)
                 case Close():
                     self.streams.pop(number, None)
@@ -481,10 +481,10 @@ class VirtualDraft:
                 stream.reply(piece, 1e-6 * took_us)
         return 1e-6 * took_us, 0.0 if steps else None
 
-    def _branch_steps(self) -> list[tuple[DraftStream, DraftedChain]]:
+    def _branch_steps(self) -> list[tuple[DraftStream, SimulatedChain]]:
         """The branches of the next pass: those of a sequence begin once its window is drafted."""
         branching = [stream for stream in self.streams.values() if stream.max_branches and stream.window]
-        steps: list[tuple[DraftStream, DraftedChain]] = []
+        steps: list[tuple[DraftStream, SimulatedChain]] = []
         for stream in branching:
             most = min(stream.max_branches, max(1, MAX_BRANCH_STEPS // len(branching)))
             drafted = stream.chain.length >= min(stream.committed + stream.window, stream.until)

@@ -15,9 +15,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar.masks import ALL_BITS, num_words
 from outrider.engine.random import RandomRange, RandomSource, noise_source, word_source
 from outrider.engine.sampler import SamplingRows, assemble
-from outrider.engine.token_masks import ALL_BITS, num_words
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
     adjust_logits,

@@ -59,7 +59,7 @@ class MethodSettings(NgramSettings, SuffixSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class DraftingMethod:
     """A way of drafting."""
 
     name: str
@@ -79,32 +79,32 @@ class Method:
 
 
 _ROWS = (
-    Method(
+    DraftingMethod(
         "draft_model",
         "any small model; it may have another tokenizer than the target",
         "outrider.proposers.draft_model:DraftModelProposer",
         needs_model=True,
         one_hot=False,
     ),
-    Method(
+    DraftingMethod(
         "ngram",
         "n-gram lookup in the text so far, without a model",
         "outrider.proposers.ngram:NgramProposer",
         NgramSettings,
     ),
-    Method(
+    DraftingMethod(
         "suffix",
         "lookup in the text so far and in earlier answers, without a model",
         "outrider.proposers.suffix.proposer:SuffixProposer",
         SuffixSettings,
         learns=True,
     ),
-    Method(
+    DraftingMethod(
         "prediction",
         "the request's own guess at the answer (its field prediction), without a model",
         "outrider.proposers.prediction:PredictionProposer",
     ),
-    Method(
+    DraftingMethod(
         "pard",
         "a small model that was trained to give all tokens of a window in one pass",
         "outrider.proposers.pard:PardProposer",
@@ -112,17 +112,19 @@ _ROWS = (
         one_hot=False,
     ),
 )
-METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}  # of a draft
+METHODS: Mapping[str, DraftingMethod] = {row.name: row for row in _ROWS}  # of a draft
 
 
-def _head(name: str, summary: str) -> Method:
+def _head(name: str, summary: str) -> DraftingMethod:
     """A head drafts in the target's process (`outrider target --head`), from the states that its steps leave; its
     factory is for the loader of heads, which knows the layouts."""
     factory = "outrider.proposers.heads.loading:load_head"
-    return Method(name, summary, factory, needs_model=True, needs_features=True, one_hot=False, can_run_ahead=False)
+    return DraftingMethod(
+        name, summary, factory, needs_model=True, needs_features=True, one_hot=False, can_run_ahead=False
+    )
 
 
-HEADS: Mapping[str, Method] = {
+HEADS: Mapping[str, DraftingMethod] = {
     row.name: row
     for row in (
         _head("eagle", "a decoder layer beside the target that goes on from its last hidden states"),
@@ -178,9 +180,9 @@ def is_class(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str) -> DraftingMethod:
     """The row of a method; a class of the user's own has none in the table, and no model."""
-    return METHODS.get(name) or HEADS.get(name) or Method(name, "a class of your own", "")
+    return METHODS.get(name) or HEADS.get(name) or DraftingMethod(name, "a class of your own", "")
 
 
 def check_method(name: str, allow_code: bool) -> str:

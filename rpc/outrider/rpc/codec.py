@@ -179,7 +179,6 @@ def _decode_commit(message: pb.Commit) -> Commit:
         message.num_drafted,
         message.num_accepted,
         _POSITIONS.decode(message.logprobs) if message.logprobs else (),
-        message.features,
         _FINISH.decode(message.finish_reason),
         message.stop_token_id if message.HasField("stop_token_id") else None,
         tuple(message.dropped) if message.dropped else (),

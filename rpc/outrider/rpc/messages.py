@@ -64,7 +64,6 @@ class Open:
     timeout_ms: int = 0  # 0: none
     first_chain: int = 0
     priority: int = 0
-    features: bool = False
     salt: str = ""
     traceparent: str = ""
     one_hot: bool = False
@@ -204,7 +203,6 @@ class Commit:
     num_drafted: int = 0
     num_accepted: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
-    features: bytes = b""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     dropped: tuple[int, ...] = ()

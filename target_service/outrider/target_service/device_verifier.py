@@ -304,7 +304,7 @@ class StepVerifier(Protocol):
     def verify(
         self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
     ) -> list[VerifiedWindow]:
-        """Of every window whose masks are not late what is committed, in no fixed order; logits are [rows that want
+        """What is committed of every window whose masks are not late, in no fixed order; logits are [rows that want
         them, vocab] float32, and `masks` those of constraints, None where no row has one."""
 
     def takes_masks_lazily(self, target: TargetSequence) -> bool:

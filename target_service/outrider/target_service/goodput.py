@@ -25,6 +25,7 @@ TARGET_MEMORY = 1024.0  # verifications that the estimate of all sequences looks
 MARGIN = 1.1  # a cut must promise so much more than whole windows do: what is put off makes the next window short
 PROBE_SHARE = 0.03  # of the time goes to whole windows where cut ones seem better: what is never tried is never learned
 PAUSE_RATE = 0.1
+SMOOTHING = 0.25  # weight of the newest step in the step time
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,6 @@ def best_rows(gains: Sequence[Sequence[float]], tokens: float, room: int, time_a
     for _, index, _ in order[:best]:
         taken[index] += 1
     return taken
-
-
-SMOOTHING = 0.25  # weight of the newest step in the step time
 
 
 class BatchingDelay:

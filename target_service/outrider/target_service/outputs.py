@@ -170,8 +170,8 @@ def report_prompt(scheduled: ScheduledSequence, logits: Tensor) -> None:
 def prompt_logprobs(
     logits: Tensor, next_ids: Sequence[int], count: int, mode: str, listed: Sequence[Sequence[int]]
 ) -> list[RowLogprobs]:
-    """Of the prompt tokens that follow each row, [rows, vocab], and of the ids listed for it; processors do not apply
-    to a prompt."""
+    """The log probabilities of the prompt tokens that follow each row, [rows, vocab], and of the ids listed for it;
+    processors do not apply to a prompt."""
     raw = f"raw_{mode.rpartition('_')[2]}"
     at_once = RANKED_ON_HOST if logits.device.type == "cpu" else RANKED_ON_DEVICE
     num_rows = max(1, at_once // logits.shape[1])
@@ -206,5 +206,5 @@ class ComputedStep:
 
     @property
     def seconds(self) -> float:
-        """From its start to what was verified."""
+        """The time from its start to what was verified."""
         return self.ended - self.started

@@ -1,6 +1,4 @@
-"""What is measured of passes: their time by the number of rows, before anything is served; and in the first steps,
-since it depends on who shares the machine, whether all cores shall compute them or one fewer, for a draft that works
-beside. The latter changes no bit where the C kernels compute."""
+"""The time of passes by their number of rows, measured before anything is served."""
 
 from __future__ import annotations
 
@@ -9,13 +7,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.model_runner import ModelRunner
-from outrider.planner.estimates import StepTime
-from outrider.rpc.settings import usable_cores, usable_threads
 
 log = logging.getLogger(__name__)
 
@@ -78,38 +72,3 @@ def _best(run: Callable[[], None], clock: Callable[[], float]) -> float:
             if clock() - first > SHAPE_S:
                 break
     return best
-
-
-LEAST_CORES = 3  # of two, one would be half the machine
-TURN, TURNS = 8, 3  # steps with one number of threads; of each number
-GAIN = 0.97  # one thread fewer takes at most this share of the time
-
-
-class ThreadSplit:
-    """Called on the device thread, whose setting it changes."""
-
-    def __init__(self, cores: int, costs: StepProfile, use: Callable[[int], None] = torch.set_num_threads) -> None:
-        self._choices = (cores, cores - 1)
-        self._time = StepTime(costs)  # as profiled: what is measured here corrects the choice alone
-        self._use = use
-        self._steps = 0
-        self._shares = {cores: 0.0, cores - 1: 0.0}  # sums of measured over profiled times
-
-    def add_step(self, num_rows: int, seconds: float) -> None:
-        """Counts a step that judged drafted tokens: somebody drafts meanwhile."""
-        if self._steps >= 2 * TURN * TURNS:
-            return
-        self._shares[self._choices[self._steps // TURN % 2]] += 1e6 * seconds / self._time.at(num_rows)
-        self._steps += 1
-        if self._steps == 2 * TURN * TURNS:
-            every, fewer = self._choices
-            self._use(fewer if self._shares[fewer] < GAIN * self._shares[every] else every)
-        elif self._steps % TURN == 0:
-            self._use(self._choices[self._steps // TURN % 2])
-
-
-def thread_split(threads: int | None, kernels: str, costs: StepProfile) -> ThreadSplit | None:
-    """None where the number of threads is given, would change bits, or leaves no choice."""
-    cores = usable_cores()
-    free = threads is None and usable_threads() == cores
-    return ThreadSplit(cores, costs) if free and cores >= LEAST_CORES and costs and kernels.startswith("c-") else None

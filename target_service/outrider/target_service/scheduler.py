@@ -54,7 +54,7 @@ class ScheduledSequence:
 
     @property
     def verify_rows(self) -> range:
-        """The same, as rows of the step's logits."""
+        """The rows of the step's logits that judge the window or give the next token."""
         end = self.first_logit + self.num_logits
         return range(end - self.num_verify_rows, end)
 
@@ -82,7 +82,7 @@ class ScheduledSequence:
         return 0 if stays or self.window.parents else self.num_verify_rows - 1 - self.window.num_forced
 
     def goodput_request(self) -> GoodputRequest:
-        """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
+        """What the choice of windows takes of it. A prompt's rows are not the window's."""
         further = self.num_further
         return GoodputRequest(
             self.target.acceptance, self.num_verify_rows - further, self.num_verify_rows - 1 - further, further
@@ -181,7 +181,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
         return step
 
     def _in_turn(self, ready: Sequence[TargetSequence]) -> Sequence[TargetSequence]:
-        """Those whose adapters may be in one step; the first stays."""
+        """The sequences whose adapters may be in one step; the first stays."""
         wanted = [target.adapter.prepared for target in ready if target.adapter is not None]
         if self.turns is None or not wanted:
             return ready
@@ -251,7 +251,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
         return RowShares(for_windows, for_prompts, limits)
 
     def _look_up(self, prompts: Iterable[TargetSequence], most: int) -> tuple[list[TargetSequence], int]:
-        """Those that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
+        """The prompts that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
         entering, rows = [], 0
         for target in prompts:
             if rows >= most:

@@ -67,7 +67,7 @@ class DraftedSequence:
     request: Open  # as it was at first; its id is the caller's
     output: list[int] = field(default_factory=list)
     credit: Credit | None = None
-    draft: Draft | None = None
+    draft: DraftConnection | None = None
     number: int = 0  # its id on that draft's stream
     last_chain: int = -1
     refused: bool = False  # no draft will do
@@ -90,7 +90,7 @@ class DraftedSequence:
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class DraftConnection:
     """One address."""
 
     address: str
@@ -120,7 +120,7 @@ class DraftPool:
     ) -> None:
         for address in addresses:
             dial_target(address)
-        self._drafts = [Draft(address) for address in addresses]
+        self._drafts = [DraftConnection(address) for address in addresses]
         self._read_target, self._on_news, self._stream_config = target, on_news, stream_config
         self._tls, self._fingerprint = tls, ""  # of the target's tokenizer
         self._sequences: dict[int, DraftedSequence] = {}
@@ -194,7 +194,7 @@ class DraftPool:
         if draft is not None and draft.stream is not None:
             draft.stream.send_commands(sequence.number, [command])
 
-    def _place(self, sequence: DraftedSequence, besides: Draft | None = None) -> None:
+    def _place(self, sequence: DraftedSequence, besides: DraftConnection | None = None) -> None:
         """Opens a sequence where the fewest are; of equals its first tokens choose. `besides` comes last."""
         alive = self._sequences.get(sequence.request.sequence_id) is sequence
         usable = [draft for draft in self._drafts if draft.usable]
@@ -235,7 +235,7 @@ class DraftPool:
 
     # What drafts say.
 
-    def _take(self, draft: Draft, messages: Sequence[Message]) -> None:
+    def _take(self, draft: DraftConnection, messages: Sequence[Message]) -> None:
         for message in messages:
             sequence = draft.sequences.get(message.sequence_id)
             if sequence is None:
@@ -253,7 +253,7 @@ class DraftPool:
                 else:
                     self._refuse(sequence, f"draft {draft.address}: {message.message}")
 
-    def _take_piece(self, draft: Draft, sequence: DraftedSequence, piece: DraftTokens) -> None:
+    def _take_piece(self, draft: DraftConnection, sequence: DraftedSequence, piece: DraftTokens) -> None:
         try:
             validate_piece(piece)
         except InvalidArgument as error:
@@ -266,7 +266,7 @@ class DraftPool:
 
     # Streams.
 
-    async def _keep(self, draft: Draft, target: ModelInfo) -> None:
+    async def _keep(self, draft: DraftConnection, target: ModelInfo) -> None:
         """Connects, and connects again, until cancelled."""
         channel = PeerChannel(draft.address, self._tls)
         backoff = MIN_BACKOFF_S
@@ -281,7 +281,7 @@ class DraftPool:
         finally:
             await channel.close()
 
-    async def _serve_once(self, draft: Draft, channel: grpc.aio.Channel, target: ModelInfo) -> str:
+    async def _serve_once(self, draft: DraftConnection, channel: grpc.aio.Channel, target: ModelInfo) -> str:
         """One handshake and one stream, to its end; returns why it ended."""
         try:
             info = await shake_hands(channel, target)
@@ -307,26 +307,26 @@ class DraftPool:
             log.error("draft %s: an unexpected error", draft.address, exc_info=error)
             return f"unexpected {type(error).__name__}"
 
-    def _up(self, draft: Draft, stream: FrameStream, info: DraftInfo) -> None:
+    def _up(self, draft: DraftConnection, stream: FrameStream, info: DraftInfo) -> None:
         log.info("draft %s: connected (%s)", draft.address, info.model.name)
         draft.stream, draft.last_number, draft.last_problem = stream, 0, ""
         self._is_up = True
         self._apply_all()
         self._place_all()
 
-    def _down(self, draft: Draft) -> None:
+    def _down(self, draft: DraftConnection) -> None:
         draft.stream = None
         self._is_up = any(one.stream is not None for one in self._drafts)
         self._lose_all(draft)
 
-    def _follow(self, draft: Draft) -> None:
+    def _follow(self, draft: DraftConnection) -> None:
         """Its device is stuck, or goes on."""
         if draft.stream is not None and draft.stream.device_dead:
             self._lose_all(draft)
         elif draft.usable:
             self._place_all()
 
-    def _lose_all(self, draft: Draft) -> None:
+    def _lose_all(self, draft: DraftConnection) -> None:
         for sequence in list(draft.sequences.values()):
             self._lose(sequence)
         self._place_all()
@@ -335,7 +335,7 @@ class DraftPool:
         for sequence in list(self._sequences.values()):
             self._place(sequence)
 
-    def _report(self, draft: Draft, problem: str) -> None:
+    def _report(self, draft: DraftConnection, problem: str) -> None:
         """Logs why there is no stream, once for each reason in a row."""
         if problem != draft.last_problem:
             log.warning("draft %s: %s; decoding goes on, and it is tried again", draft.address, problem)

@@ -74,7 +74,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "logprobs": _logprobs,
     "origins": lambda said: tuple(map(TokenOrigin, said)),
     "finish_reason": lambda said: None if said is None else FinishReason(said),
-    "features": lambda said: said.encode(BYTES),
     "timings": lambda said: StepTimings(*said),
     "load": lambda said: Load(*said),
     "events": lambda said: list(map(_message, said)),

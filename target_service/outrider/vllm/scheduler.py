@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from outrider.target_service.adapters import AdapterTurns
 from outrider.vllm.grammar import continue_grammar
 from outrider.vllm.outputs import commit_of, prompt_logprobs_of
 from outrider.vllm.rows import DraftedRow
-from outrider.vllm.source import DraftSource, StepReport, source_of
+from outrider.vllm.source import DRAFT, LINK, DraftSource, StepReport
 from outrider.vllm.weights import attach_weights
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -335,3 +336,16 @@ def num_accepted(step: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, 
         for request_id in step.scheduled_spec_decode_tokens
         if sampled
     }
+
+
+def source_of(vllm_config: Any) -> DraftSource:
+    """What the environment says. Raises ValueError where it says nothing."""
+    if address := os.environ.get(LINK):
+        from outrider.vllm.link import LinkedService
+
+        return LinkedService(address, vllm_config)
+    if addresses := os.environ.get(DRAFT):
+        from outrider.vllm.draft_client import draft_client
+
+        return draft_client(addresses, vllm_config)
+    raise ValueError(f"neither {DRAFT} is set, to the addresses of draft services, nor {LINK}, by `outrider target`")

@@ -3,13 +3,15 @@ that it asks by itself."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.rpc.messages import Load, StepTimings, TargetEvent
 from outrider.vllm.rows import DraftedRow
+
+LINK = "OUTRIDER_LINK"  # environment of the engine's process: where the service that drives it listens
+DRAFT = "OUTRIDER_DRAFT"  # or: where draft services listen, separated by commas
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,3 @@ class DraftSource(Protocol):
 
     def close(self) -> None:
         """The engine ends."""
-
-
-LINK = "OUTRIDER_LINK"  # environment of the engine's process: where the service that drives it listens
-DRAFT = "OUTRIDER_DRAFT"  # or: where draft services listen, separated by commas
-
-
-def source_of(vllm_config: Any) -> DraftSource:
-    """What the environment says. Raises ValueError where it says nothing."""
-    if address := os.environ.get(LINK):
-        from outrider.vllm.link import LinkedService
-
-        return LinkedService(address, vllm_config)
-    if addresses := os.environ.get(DRAFT):
-        from outrider.vllm.draft_client import draft_client
-
-        return draft_client(addresses, vllm_config)
-    raise ValueError(f"neither {DRAFT} is set, to the addresses of draft services, nor {LINK}, by `outrider target`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.vllm import mends
+from outrider.vllm import patches
 from outrider.vllm.weights import draft_probs, weights_of
 from vllm.platforms import current_platform
 
@@ -26,7 +26,7 @@ class AdaptedWorker(PlatformWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """With room for adapters, if it is asked for."""
         if current_platform.is_cpu() and self.vllm_config.lora_config is not None:
-            mends.place_adapters()
+            patches.place_adapters()
         super().load_model(*args, **kwargs)
 
     def add_lora(self, lora_request: Any) -> bool:
@@ -44,7 +44,7 @@ class Worker(AdaptedWorker):
 
     def init_device(self) -> None:
         """Puts the place where weights are looked for into the runner."""
-        if mends.apply():  # plugins were left out
+        if patches.apply():  # plugins were left out
             current_platform.register_triton_kernel_overrides()
         super().init_device()
         self._weights: Any = {}

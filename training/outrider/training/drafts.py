@@ -64,7 +64,7 @@ class DraftPlan(RunPlan):
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class DraftAcceptance:
     """Of a draft's tokens where the target writes: the share that holds at each position, of those whose predecessors
     did."""
 
@@ -73,7 +73,7 @@ class Acceptance:
     sampled: tuple[float, ...]  # by rejection, at temperature 1
 
 
-def make_draft(plan: DraftPlan, on_step: Callable[[int, float], None]) -> list[Acceptance]:
+def make_draft(plan: DraftPlan, on_step: Callable[[int, float], None]) -> list[DraftAcceptance]:
     """Writes `plan.out`; `on_step` is told of every step's number and loss. What it and its start accept. Raises
     ValueError for what cannot be used."""
     if plan.out.exists():
@@ -152,12 +152,12 @@ def held_out_lessons(teacher: Teacher, held_out: Tensor, plan: CoursePlan) -> tu
     return greedy, sampled
 
 
-def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: tuple[Lesson, Lesson]) -> Acceptance:
+def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: tuple[Lesson, Lesson]) -> DraftAcceptance:
     """A draft that drafts in parallel has a mask token; any other draws one token after the other."""
     greedy, sampled = lessons
     matches = torch.cat([_agreement(draft.eval(), mask_id, greedy, index)[0] for index in range(len(greedy.ids))])
     overlaps = torch.cat([_agreement(draft, mask_id, sampled, index)[1] for index in range(len(sampled.ids))])
-    return Acceptance(name, by_position(matches), by_position(overlaps))
+    return DraftAcceptance(name, by_position(matches), by_position(overlaps))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from outrider.training.distill import DistillWeights
 from outrider.training.drafts import (
     HELD_OUT,
     MEASURED_TOKENS,
-    Acceptance,
+    DraftAcceptance,
     RunPlan,
     by_position,
     check_work,
@@ -94,7 +94,7 @@ class HeadTarget:
         return cls(checkpoint.read_config(folder), weights, norm.float())
 
 
-def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[Acceptance]:
+def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[DraftAcceptance]:
     """Writes `plan.out`; `on_step` is told of every step's number and loss. What the head accepts. Raises ValueError
     for what cannot be used."""
     if plan.out.exists():
@@ -232,10 +232,10 @@ def export_head(config: Mapping[str, Any], head: HeadModule, folder: Path) -> No
 
 
 @torch.no_grad()
-def measure_head(name: str, head: HeadModule, lessons: tuple[Lesson, Lesson]) -> Acceptance:
+def measure_head(name: str, head: HeadModule, lessons: tuple[Lesson, Lesson]) -> DraftAcceptance:
     """What holds of its drafts where the target writes, in lessons that are greedy and sampled."""
     greedy, sampled = (list(map(torch.cat, zip(*_agreement(head.eval(), lesson), strict=True))) for lesson in lessons)
-    return Acceptance(name, by_position(greedy[0]), by_position(sampled[1]))
+    return DraftAcceptance(name, by_position(greedy[0]), by_position(sampled[1]))
 
 
 def _agreement(head: HeadModule, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:

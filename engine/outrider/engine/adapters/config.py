@@ -130,7 +130,7 @@ def _ends(pattern: str, name: str, find: Patterns) -> bool:
 
 
 def parse_adapter_config(given: Mapping[str, Any], most_rank: int = MOST_RANK) -> AdapterConfig:
-    """From the contents of adapter_config.json. Raises UnsupportedAdapter."""
+    """Reads the contents of adapter_config.json. Raises UnsupportedAdapter."""
     if (kind := given.get("peft_type")) != "LORA":
         raise _wrong("peft_type", kind, "LORA")
     for name, value in given.items():

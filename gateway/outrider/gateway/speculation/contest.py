@@ -15,7 +15,7 @@ from typing import Self
 
 from outrider.planner.estimates import RunningMean
 from outrider.planner.forecast import Forecast
-from outrider.planner.policy import OFF, Limits, Mode, Plan
+from outrider.planner.policy import OFF, Mode, Plan, PolicyLimits
 
 GAIN = 0.97  # a new leader takes at most this share of the leader's time
 GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
@@ -257,7 +257,7 @@ MAX_IDLE_TURNS = 64  # rounds of every sequence: the number of sequences may go 
 class TrialsByConcurrency:
     """Of requests with the same choices."""
 
-    limits: Limits
+    limits: PolicyLimits
     _by_bucket: dict[int, PlanTrials] = field(default_factory=dict)  # by the bits of the number of sequences
     _used: dict[int, int] = field(default_factory=dict)  # the turn when each was asked for last
     _turn: int = 0
@@ -296,9 +296,9 @@ MAX_LIMITS = 32  # that requests may name, of which what was measured is kept
 class SharedTrials:
     """Shared by all requests."""
 
-    _by_limits: dict[Limits, TrialsByConcurrency] = field(default_factory=dict)  # the latest is the last
+    _by_limits: dict[PolicyLimits, TrialsByConcurrency] = field(default_factory=dict)  # the latest is the last
 
-    def of(self, limits: Limits) -> TrialsByConcurrency:
+    def of(self, limits: PolicyLimits) -> TrialsByConcurrency:
         """That of requests with these choices, of which those that were made longest ago are forgotten."""
         known = self._by_limits
         found = known[limits] = known.pop(limits) if limits in known else TrialsByConcurrency(limits)

@@ -13,7 +13,7 @@ from math import inf
 from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
 from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
-from outrider.planner.policy import AHEAD, OFF, Limits, Mode, Plan, Policy, Round
+from outrider.planner.policy import AHEAD, OFF, Mode, Plan, Policy, PolicyLimits, Round
 
 DECIDE_EVERY = 16  # rounds of a sequence, while at most
 MOST_DECIDING = 8  # ... so many run: of more all together decide as often as these
@@ -28,7 +28,7 @@ class Controller:
     """`stats` and `shared_trials` are shared by all requests of a gateway; `round_trips_us` says what the streams
     measure now, `num_running` how many sequences the gateway decodes."""
 
-    limits: Limits
+    limits: PolicyLimits
     stats: SharedStats
     shared_trials: SharedTrials
     round_trips_us: Callable[[], float]

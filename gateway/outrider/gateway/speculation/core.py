@@ -502,7 +502,5 @@ class SpeculationCore:
 
 
 def _slim(commits: tuple[Commit, ...]) -> tuple[Commit, ...]:
-    """Without what a draft has no use for. What has none of that goes on as it came."""
-    return tuple(
-        [replace(found, logprobs=(), features=b"") if found.logprobs or found.features else found for found in commits]
-    )
+    """Without log probabilities, for which a draft has no use. A commit without any goes on as it came."""
+    return tuple([replace(found, logprobs=()) if found.logprobs else found for found in commits])

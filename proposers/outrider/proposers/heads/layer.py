@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.decoder import Block, Product
+from outrider.engine.models.decoder import DecoderLayer, Product
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import plan_attention
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
@@ -121,7 +121,7 @@ def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: 
     return replace(parsed, max_model_len=target.max_model_len)
 
 
-def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, Block]:
+def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, DecoderLayer]:
     """A layer behind the first, which is a decoder's: its norm, and the block."""
     prefixes = (f"layers.{index}.", f"model.layers.{index}.")
     names = [f"{prefix}input_layernorm.weight" for prefix in prefixes]
@@ -129,7 +129,7 @@ def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Ten
     return weight, _block(config, reader, prefixes, config.hidden_size)
 
 
-def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> Block:
+def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> DecoderLayer:
     hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
 
@@ -147,7 +147,7 @@ def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...],
     if config.family.qk_norm:
         query, key = (reader.tensor((dim,), *named(f"self_attn.{part}_norm.weight")) for part in "qk")
         qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-    return Block(
+    return DecoderLayer(
         config,
         qkv=linear(inputs, ("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)),
         output=linear(heads, ("self_attn.o_proj", hidden)),

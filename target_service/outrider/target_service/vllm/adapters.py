@@ -96,7 +96,8 @@ def with_rows(arguments: Mapping[str, Any], window: int, longest: Callable[[], i
 
 
 def write_adapter(folder: Path, adapter: LoadedAdapter) -> None:
-    """In PEFT's layout, in words that leave nothing to interpret: what was checked is what is computed."""
+    """Writes an adapter in PEFT's layout, in words that leave nothing to interpret: what was checked is what is
+    computed."""
     factors = {f"{PEFT_PREFIX}{name}": one for name, one in _by_file_names(adapter)}
     facts = {name: (len(one.down), one.scaling) for name, one in _by_file_names(adapter)}
     (rank, scaling), _ = Counter(facts.values()).most_common(1)[0]
@@ -119,7 +120,7 @@ def write_adapter(folder: Path, adapter: LoadedAdapter) -> None:
 
 
 def _by_file_names(adapter: LoadedAdapter) -> Iterator[tuple[str, Any]]:
-    """Without PEFT's prefix."""
+    """The tensors by their names without PEFT's prefix."""
     for name, one in adapter.modules.items():
         yield adapter.file_names[name].removeprefix(PEFT_PREFIX), one
 
@@ -134,7 +135,7 @@ class _Held:
 
 
 class VllmAdapters:
-    """Those that vLLM has been given. Belongs to the event loop, but for `read` and `close`."""
+    """The adapters that vLLM has been given. Belongs to the event loop, but for `read` and `close`."""
 
     def __init__(self, base: AdapterBase, llm: Any) -> None:
         self._base, self._llm = base, llm

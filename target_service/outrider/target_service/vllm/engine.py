@@ -31,7 +31,6 @@ from outrider.rpc.errors import (
 from outrider.rpc.logs import of
 from outrider.rpc.media import num_bytes
 from outrider.rpc.messages import (
-    Adapter,
     Close,
     Closed,
     Commit,
@@ -98,7 +97,7 @@ class Link(Protocol):
         """To the scheduler. Raises OSError once it is gone."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the link."""
 
 
 class VllmEngine:
@@ -168,14 +167,6 @@ class VllmEngine:
             num_adapters=len(self.adapters),
             adapter_sequences=self.adapters.num_sequences(),
         )
-
-    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
-        """New sequences may have it. Raises ValueError for a name that is taken."""
-        self.adapters.add(info, prepared)
-
-    def remove_adapter(self, name: str) -> int:
-        """No new sequence gets it; returns how many go on with it. Raises NotFound."""
-        return self.adapters.remove(name)
 
     def _forget_adapter(self, prepared: PreparedAdapter) -> None:
         if self.vllm_adapters is not None:
@@ -265,10 +256,8 @@ class VllmEngine:
     def _open(self, key: SequenceKey, message: Open, sink: Sink) -> None:
         now, num_tokens = time.monotonic(), len(message.prompt_ids) + message.sampling.max_tokens
         parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
-        inherited = None if parent is None else parent.adapter
-        is_lost = message.fork_of is not None and parent is None  # which `with_prompt` says
-        adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
-        whole = with_prompt(message, None if parent is None else parent.open)
+        whole = with_prompt(message, parent.open if parent else None)
+        adapter = self.adapters.find(message, parent.adapter if parent else None)
         check_request(whole, self.limits, self.capabilities, None if adapter is None else adapter.info)
         self._work.check(num_tokens, now, message.was_promised)
         if message.media:
@@ -283,7 +272,7 @@ class VllmEngine:
         self._work.add(key, num_tokens, now)
 
     def _check_room(self, message: Open) -> None:
-        """For the bytes of its pictures, beside those of what is open; forks share theirs."""
+        """Checks that there is room for the bytes of its pictures, beside those of what is open; forks share theirs."""
         held = {id(one.open.media): num_bytes(one.open.media) for one in self._sequences.values()}
         most, size = MEDIA_AT_ONCE * self.limits.max_media_bytes, sum(held.values()) + num_bytes(message.media)
         if size > most and not message.was_promised:
@@ -291,7 +280,7 @@ class VllmEngine:
             raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=BACK_MS)
 
     async def _place(self, sequence: VllmSequence) -> PlacedPrompt | None:
-        """Where it has pictures, their places; what was said of its positions meanwhile is told then."""
+        """Gives its pictures, if it has any, their places; what was said of its positions meanwhile is told then."""
         if self._pictures is None or not sequence.open.media:
             return None
         placed = sequence.placed = await self._pictures.placed(sequence.open)

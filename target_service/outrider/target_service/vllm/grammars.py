@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
-from outrider.engine.grammar_source import lark_of_grammar, schema_object
-from outrider.engine.grammar_trial import TrialFailed
-from outrider.engine.structural_tag import lark_of
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.engine.grammar.lark import GrammarError, schema_object
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec, lark_of_grammar
+from outrider.engine.grammar.structural_tag import lark_of
+from outrider.engine.grammar.trial import TrialFailed
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import StructuredOutput
@@ -23,7 +24,7 @@ FIELD = "sampling.structured_output"
 
 
 class VllmGrammars:
-    """Of one tokenizer, for one event loop."""
+    """Compiles the constraints over one tokenizer, for one event loop."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises GrammarError for a tokenizer that does not say its tokens' bytes."""

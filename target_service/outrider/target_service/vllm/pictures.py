@@ -46,7 +46,7 @@ class PlacedPrompt:
         return params
 
     def shifted(self, command: Credit | DraftTokens) -> Credit | DraftTokens:
-        """The same by vLLM's positions."""
+        """A message by vLLM's positions."""
         if isinstance(command, Credit):
             command.until += self.offset
         else:

@@ -118,7 +118,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def seed_of(message: Open) -> int:
-    """Of its seed, which completion it is, and where it goes on."""
+    """A number made of its seed, which completion it is, and where it goes on."""
     facts = (message.seed, message.completion, len(message.output_ids))
     digest = hashlib.sha256(b"".join(fact.to_bytes(8, "little") for fact in facts)).digest()
     return int.from_bytes(digest[:8], "little") % ALL_NOISE

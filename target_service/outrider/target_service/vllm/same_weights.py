@@ -36,7 +36,7 @@ def require_same_weights(settings: TargetSettings) -> None:
 
 
 def _files_of_vllm(folder: Path, load_format: str) -> set[str]:
-    """As vLLM 0.32 and 0.33 choose: all that the index names, where there is one."""
+    """The files that vLLM 0.32 and 0.33 choose: all that the index names, where there is one."""
     if load_format in ("auto", "mistral") and any(folder.rglob(MISTRAL)):
         return {path.name for path in folder.glob(MISTRAL)}
     names = {path.name for path in folder.glob("*.safetensors")}
@@ -45,7 +45,8 @@ def _files_of_vllm(folder: Path, load_format: str) -> set[str]:
 
 
 def _is_tied(folder: Path, trust_remote_code: bool) -> bool:
-    """By transformers' own object, whose classes have defaults; false where vLLM alone knows the model."""
+    """Whether the head is the embeddings, by transformers' own object, whose classes have defaults; false where vLLM
+    alone knows the model."""
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (AttributeError, KeyError, OSError, TypeError, ValueError):

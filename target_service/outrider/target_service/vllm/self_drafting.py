@@ -35,7 +35,7 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "rep
 
 
 class Unlinked:
-    """In the link's place: drafts and closes go nowhere, and of steps vLLM says its count alone."""
+    """Stands in the link's place: drafts and closes go nowhere, and of steps vLLM says its count alone."""
 
     on_event: Callable[[LinkEvent], None]
     on_end: Callable[[], None]
@@ -66,10 +66,10 @@ class Unlinked:
         return StepCount
 
     def send(self, commands: Sequence[Any]) -> None:
-        """Nobody takes them."""
+        """Drops the messages, which nobody takes."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is no link to end."""
 
 
 @dataclass(slots=True)

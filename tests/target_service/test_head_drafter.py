@@ -21,9 +21,9 @@ from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput, TokenOrigin
-from outrider.target_service import local_draft
+from outrider.target_service import head_drafter
 from outrider.target_service.draft_buffer import ChainBuffer, Window
-from outrider.target_service.local_draft import LocalDraft
+from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.outputs import ComputedStep
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
@@ -131,14 +131,14 @@ def test_a_slow_mask_holds_the_step_up_once(
     request = asked(1, prompt_of(3), head, max_tokens=20, seed=5, structured_output=digits, **sampling)
     options: dict[str, Any] = {"eos_ids": (GRAMMAR_EOS,), "grammars": grammars_at_once()}
     plain = TargetHarness.of(models[1], **options).decode_plain(1, request)
-    drafting, run = [False], LocalDraft.run
+    drafting, run = [False], HeadDrafter.run
 
-    def watched(self: LocalDraft, step: ComputedStep) -> None:
+    def watched(self: HeadDrafter, step: ComputedStep) -> None:
         drafting[0] = True
         run(self, step)
         drafting[0] = False
 
-    monkeypatch.setattr(LocalDraft, "run", watched)
+    monkeypatch.setattr(HeadDrafter, "run", watched)
     for behind in (6, 0):
         with monkeypatch.context() as patch:
             made = slow_masks(patch, behind, counts=lambda: drafting[0])
@@ -219,14 +219,14 @@ def test_chains_of_blocks_have_random_words_of_their_own(
         add(self, piece)
 
     lines: list[Any] = []
-    draft = LocalDraft._draft
+    draft = HeadDrafter._draft
 
-    def noted(self: LocalDraft, found: Any, states: torch.Tensor) -> None:
+    def noted(self: HeadDrafter, found: Any, states: torch.Tensor) -> None:
         lines[:] = found
         draft(self, found, states)
 
     monkeypatch.setattr(ChainBuffer, "add", watched)
-    monkeypatch.setattr(LocalDraft, "_draft", noted)
+    monkeypatch.setattr(HeadDrafter, "_draft", noted)
     harness = TargetHarness.of(models[1], head=head)
     options = {"temperature": 1.0, "acceptance": acceptance, "first_chain": 7, "max_tokens": 20}
     harness.send(asked(1, prompt_of(1), head, **options), Credit(1, 1 << 20, 3))
@@ -304,7 +304,7 @@ def test_rows_have_the_states_before_their_tokens(
 def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that draft so many tokens each, in one pass."""
     head = random_head("p-eagle", tmp_path, *models)
-    first, piece_of = type(head).first, local_draft._piece
+    first, piece_of = type(head).first, head_drafter._piece
     rows: list[int] = []
     drafted: list[int] = []
 
@@ -318,7 +318,7 @@ def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, m
         return piece_of(line)
 
     monkeypatch.setattr(type(head), "first", watched_first)
-    monkeypatch.setattr(local_draft, "_piece", watched_piece)
+    monkeypatch.setattr(head_drafter, "_piece", watched_piece)
     harness = TargetHarness.of(models[1], head=head)
     for number, k in ((1, 2), (2, 5), (3, 1)):
         harness.send(asked(number, prompt_of(number), head, max_tokens=16), Credit(number, 1 << 20, k))

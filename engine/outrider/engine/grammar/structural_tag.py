@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outrider.engine.grammar_source import GrammarError, quoted, schema_object
+from outrider.engine.grammar.lark import GrammarError, quoted, schema_object
 
 ANY_TEXT = r"/(.|\n)*/"
+_TAKES_END = ("any_text", "triggered_tags", "sequence", "or")
 
 
 def lark_of(text: str, special_ids: Mapping[str, int]) -> str:
@@ -154,9 +155,6 @@ class _Lark:
         tag = self._rule(" | ".join(tags))
         more = "" if one.get("stop_after_first") else f" ({self._literal(_text(one, 'separator', at))} {tag})*"
         return self._rule(f"{tag}{more}" if one.get("at_least_one") else f"({tag}{more})?")
-
-
-_TAKES_END = ("any_text", "triggered_tags", "sequence", "or")
 
 
 def _regex(pattern: str) -> str:

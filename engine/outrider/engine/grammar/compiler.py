@@ -18,22 +18,16 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from outrider.engine.grammar_source import (
-    KINDS,
-    GrammarError,
+from outrider.engine.grammar.lark import GrammarError, first_line
+from outrider.engine.grammar.masks import ALL_BITS, clear_bit, num_words, set_bit
+from outrider.engine.grammar.source import (
     GrammarSpec,
-    Kind,
     ReasoningSpec,
-    first_line,
     new_matcher,
     new_tokenizer,
     source_of,
 )
-from outrider.engine.grammar_trial import Trials
-from outrider.engine.token_masks import ALL_BITS, clear_bit, num_words, set_bit
-
-__all__ = ["KINDS", "CompiledGrammar", "GrammarCompiler", "GrammarError", "GrammarSpec", "Kind", "Matcher"]
-__all__ += ["ReasoningSpec", "num_words"]
+from outrider.engine.grammar.trial import Trials
 
 SLOW_S = 0.005  # of a processor's time
 MAX_CACHED = 128  # grammars, and as many that were refused
@@ -111,7 +105,7 @@ class CompiledGrammar:
 
 
 class Phase(Enum):
-    """Where a text is."""
+    """Which part of a text comes next."""
 
     STARTING = "it may begin with reasoning"
     REASONING = "inside reasoning"
@@ -149,13 +143,6 @@ class Matcher:
         if self._matcher is not None:
             return True
         return self._place.phase is not Phase.TEXT and self._reasoning is not None and self._reasoning.max_tokens > 0
-
-    @property
-    def must_end(self) -> bool:
-        """Whether only the end may follow."""
-        if self._place.phase is not Phase.TEXT or self._matcher is None:
-            return False
-        return self._place.ended or self._matcher.is_stopped()
 
     def advance(self, ids: Sequence[int]) -> None:
         """Takes committed tokens. Raises GrammarError where one does not fit; the matcher then serves no more."""
@@ -276,7 +263,7 @@ class Matcher:
         return count
 
     def first_allowed(self, drafted: Sequence[int], candidates: Iterable[int]) -> int | None:
-        """Of the candidates the first that the mask behind `drafted` allows; where that has but one token for what is
+        """The first of the candidates that the mask behind `drafted` allows; where that has but one token for what is
         forced, that one, asked for or not. None: none of them, or something of `drafted` is forbidden, or behind the
         end. The state stays. Raises GrammarError where the library gives up."""
         before = place = self._place

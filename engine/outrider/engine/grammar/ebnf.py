@@ -28,7 +28,8 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def lark_of_ebnf(grammar: str) -> str:
-    """The same in Lark's form; in a time that grows with its length alone. Raises ValueError, RecursionError."""
+    """Translates a grammar in EBNF to Lark's form; in a time that grows with its length alone. Raises ValueError,
+    RecursionError."""
     try:
         rules = list(GrammarParser().parse(_PARTS.sub(_plain_part, grammar)).values())
     except GbnfToLarkError as error:
@@ -56,7 +57,8 @@ def _nodes(node: ASTNode) -> Iterator[ASTNode]:
 
 
 def _plain_part(part: re.Match[str]) -> str:
-    """As the parser reads it: alternatives in one line, and characters that mean nothing but themselves."""
+    """Writes a part as the parser reads it: alternatives in one line, and characters that mean nothing but
+    themselves."""
     literal, quote, negation, members, bracket, space, goes_on, any_char = part.groups()
     if quote:
         chars = " ".join(f'"{_plain(char)}"' for char in _CHARS.findall(literal))

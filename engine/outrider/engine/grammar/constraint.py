@@ -1,47 +1,18 @@
-"""Bit masks of the tokens that may follow, and what a sequence's constraint makes of them beside its other sampling
-parameters."""
+"""What a sequence's tokens must follow, beside its other sampling parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from outrider.engine.grammar.masks import clear_bit
+
 if TYPE_CHECKING:
-    from outrider.engine.grammar import Matcher
-    from outrider.engine.sampler import SequenceSampler
+    from outrider.engine.grammar.compiler import Matcher
 
 MAX_FORCED = 128  # tokens of one answer
-ALL_BITS = -1  # an int32 of which every bit is set
-
-
-def num_words(vocab_size: int) -> int:
-    """How many int32 a row of a mask has."""
-    return -(-vocab_size // 32)
-
-
-def set_bit(row: Tensor, token: int) -> None:  # [words] int32
-    """Allows a token."""
-    row.numpy().view("uint32")[token // 32] |= 1 << token % 32
-
-
-def clear_bit(row: Tensor, token: int) -> None:  # [words] int32
-    """Forbids a token."""
-    row.numpy().view("uint32")[token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
-
-
-def has_bit(row: Tensor, token: int) -> bool:  # [words] int32
-    """Whether a token is allowed."""
-    return bool(row.numpy().view("uint32")[token // 32] >> np.uint32(token % 32) & 1)
-
-
-def allowed_ids(row: Tensor, vocab_size: int) -> set[int]:  # [words] int32
-    """The ids whose bits are set."""
-    bits = np.unpackbits(row.numpy().view("uint8"), bitorder="little")[:vocab_size]
-    return set(np.flatnonzero(bits).tolist())
 
 
 class Constraint:
@@ -113,19 +84,3 @@ def _hold_back(row: Tensor, ids: Iterable[int]) -> None:  # [words] int32
         clear_bit(held, token)
     if held.any():
         row.copy_(held)
-
-
-def is_stuck(sampler: SequenceSampler, drafted: Sequence[int]) -> bool:
-    """Whether a sequence's constraint and its other parameters together leave no token, here or behind some of these.
-    Raises GrammarError."""
-    constraint, size = sampler.constraint, sampler.vocab_size
-    if constraint is None:
-        return False
-    masks = torch.empty(len(drafted) + 1, num_words(size), dtype=torch.int32)
-    constraint.write_masks(sampler.num_output, drafted, 0, masks)
-    allowed = sampler.allowed_on(torch.device("cpu"))
-    known = set(range(size)) if allowed is None else set((allowed == 0).nonzero()[:, 0].tolist())
-    left = (
-        (known & allowed_ids(row, size)) - sampler.banned_after(drafted[:length]) for length, row in enumerate(masks)
-    )
-    return not all(left)

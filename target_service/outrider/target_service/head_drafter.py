@@ -11,10 +11,12 @@ are made of, until a chain is wanted or their block is full, and are then comput
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,14 +29,19 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows
 from outrider.engine.token_tree import TokenTree
+from outrider.engine.worker import require_device
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.tree import Fork, GrowingTree, grow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.parts import EnginePart
+from outrider.target_service.profile import StepProfile
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import HeadChain, TargetSequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,7 +68,7 @@ class _Line:
 
     @property
     def draft_sampling(self) -> DraftSampling:
-        """How it draws."""
+        """How its tokens are drawn."""
         target = self.target
         rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
         rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
@@ -71,12 +78,12 @@ class _Line:
 
     @property
     def num_top_tokens(self) -> int:
-        """None is wanted."""
+        """How many likely tokens are wanted beside the drawn one: none."""
         return 0
 
     @property
     def wants_confidence(self) -> bool:
-        """It is not."""
+        """Whether drafting ends where the head is unsure: it does not."""
         return False
 
     def span(self) -> RandomRange:
@@ -105,7 +112,7 @@ class _Line:
         return max(0, self.count - 1)
 
     def fork(self, tree: GrowingTree) -> Fork:
-        """At the root."""
+        """The root of a tree, where its first tokens are drawn."""
         limit = self.length + self.count + 1
         return Fork(tree, -1, self.target.sampler, self.draft_sampling, self.length, limit)
 
@@ -128,8 +135,8 @@ def _alone(token_id: int) -> BatchEntry:
     return BatchEntry([token_id], 0, [0], 1)
 
 
-class LocalDraft:
-    """One head and its cache. Called from the device thread, after a step was committed."""
+class HeadDrafter(EnginePart):
+    """One head and its cache."""
 
     def __init__(
         self,
@@ -138,6 +145,7 @@ class LocalDraft:
         cache: KVCacheManager,
         drawer: Drawer,
         tree: TokenTree | None = None,  # what it drafts for greedy and coupled sequences; None: chains
+        clock: Callable[[], float] = time.monotonic,  # the engine's
     ) -> None:
         """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
         model = runner.model
@@ -145,12 +153,32 @@ class LocalDraft:
         self.head, self.tree = head, tree
         self.num_steps = self.num_drafted = 0  # since the start: steps that it was behind, and tokens drawn
         self.seconds = 0.0  # that they took
-        self._runner, self._manager, self._drawer = runner, cache, drawer
+        self._runner, self._manager, self._drawer, self._clock = runner, cache, drawer, clock
         num_blocks, size = runner.cache.num_blocks, runner.block_size
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
         self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
+
+    def measured(self, costs: StepProfile) -> None:
+        """Warms up."""
+        self.warm_up()
+
+    def committed(self, step: ComputedStep) -> None:
+        """A head that fails costs its drafts alone: what is not drafted is decoded plainly."""
+        try:
+            self.run(step)
+        except Exception:
+            require_device(self._runner.model.device)
+            log.exception("the head failed; the step's sequences go on without its drafts")
+        ended = self._clock()
+        for target in (scheduled.target for scheduled in step.scheduled):
+            if target.head_chain is not None:
+                target.ready_since = max(target.ready_since, ended)  # it did not wait: it was drafted for
+
+    def stats(self) -> Mapping[str, Any]:
+        """What it drafted, and how long that took."""
+        return {"head_steps": self.num_steps, "head_seconds": self.seconds, "head_drafted": self.num_drafted}
 
     @torch.inference_mode()
     def run(self, step: ComputedStep) -> None:
@@ -277,7 +305,7 @@ class LocalDraft:
             self._ends[torch.tensor(blocks, device=states.device)] = states[torch.tensor(rows, device=states.device)]
 
     def _features(self, lines: Sequence[_Line], states: Tensor) -> Tensor:  # [rows, taps, hidden]
-        """Of the position before each row's place: the step's, or what a found block ends with."""
+        """The states of the position before each row's place: the step's, or what a found block ends with."""
         size, device = self._runner.block_size, states.device
         rows: list[int] = []
         found: list[int] = []  # rows of places behind a found block

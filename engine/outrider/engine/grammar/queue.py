@@ -13,7 +13,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.engine.grammar.source import GrammarSpec
 
 MAX_WAITING = 64  # constraints that are compiled, or wait for it
 MEMORY = 8  # compilations that the time to come back is foreseen by
@@ -41,7 +42,7 @@ class _Waiter:
 
 
 class GrammarQueue:
-    """Of one tokenizer; thread-safe."""
+    """Compiles the constraints over one tokenizer; thread-safe."""
 
     def __init__(self, make: Callable[[], GrammarCompiler], num_threads: int = 2, pool: Executor | None = None) -> None:
         """`make` is called with the first constraint, by the thread that compiles it. A pool does the work of all

@@ -1,7 +1,7 @@
 """Trying a constraint out in a process of its own, which is ended when it takes too long: some regular expressions cost
 minutes or gigabytes whatever limits are set, and a thread inside the library cannot be ended.
 
-`python -m outrider.engine.grammar_trial` reads lines of JSON: the tokenizer first, then one source after another, and
+`python -m outrider.engine.grammar.trial` reads lines of JSON: the tokenizer first, then one source after another, and
 answers each with a line: null, or what is wrong with it."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from llguidance import LLTokenizer
 
-from outrider.engine.grammar_source import GrammarError, new_matcher, new_tokenizer
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.source import new_matcher, new_tokenizer
 
 TRIAL_S = 0.7  # of a processor's time
 WALL_TIMES = 10  # as long by the wall's clock at the most
@@ -41,7 +42,7 @@ class TrialFailed(OSError):
 
 
 class _Idle(queue.LifoQueue["_Process | None"]):
-    """Those that run before those that are still to be started."""
+    """Processes without work: those that run come before those that are still to be started."""
 
     def _put(self, item: _Process | None) -> None:
         self.queue.insert(0 if item is None else len(self.queue), item)
@@ -58,8 +59,8 @@ class Trials:
         weakref.finalize(self, _end_all, self._idle)
 
     def check(self, source: str) -> None:
-        """From any thread. Raises GrammarError for what does not compile, or not in time; TrialFailed for what the
-        machine keeps from being tried."""
+        """Tries a constraint out; from any thread. Raises GrammarError for what does not compile, or not in time;
+        TrialFailed for what the machine keeps from being tried."""
         process = self._idle.get()
         try:
             process = process or _started(self._tokenizer)
@@ -104,7 +105,7 @@ class _Process:
     def __init__(self, tokenizer: dict[str, Any]) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.engine.grammar_trial"],
+            [sys.executable, "-m", "outrider.engine.grammar.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -155,8 +156,8 @@ class _Process:
 
 
 def write_whole(pipe: IO[bytes], data: bytes) -> None:
-    """Without a buffer: a write ends in the midst of it where the process was stopped meanwhile and goes on, and who
-    reads would wait for the rest for ever."""
+    """Writes all of it, without a buffer: a write ends in the midst of it where the process was stopped meanwhile and
+    goes on, and who reads would wait for the rest for ever."""
     rest = memoryview(data)
     while rest:
         rest = rest[pipe.write(rest) :]

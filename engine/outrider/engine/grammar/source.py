@@ -1,5 +1,5 @@
 """A constraint as the text that llguidance compiles, and the limits under which it does. Imports no torch: the process
-that tries constraints out (`grammar_trial`) needs nothing else."""
+that tries constraints out (`trial`) needs nothing else."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any, Literal, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from outrider.engine.ebnf import is_ebnf, lark_of_ebnf
+from outrider.engine.grammar.ebnf import is_ebnf, lark_of_ebnf
+from outrider.engine.grammar.lark import GrammarError, first_line, quoted, schema_object
+from outrider.engine.grammar.structural_tag import lark_of
 
 MAX_BYTES = 256 * 1024  # of a constraint's text, all choices together
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 _TEXT_KINDS: tuple[Kind, ...] = ("json_schema", "regex", "grammar", "structural_tag")
-# Between the tokens of JSON: a space, or a line's end and its indentation. Any number of them, and a model that is kept
-# from all else writes spaces for ever.
-JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 
 
 class ConstraintLike(Protocol):
@@ -47,10 +46,6 @@ class ReasoningLike(Protocol):
     def max_tokens(self) -> int: ...
     @property
     def open(self) -> bool: ...
-
-
-class GrammarError(ValueError):
-    """A constraint that cannot be compiled, or that tokens do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +116,6 @@ def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     return matcher
 
 
-def first_line(text: str) -> str:
-    """An error's first line, in at most 300 characters."""
-    return next((line for line in text.splitlines() if line.strip()), "unknown error")[:300]
-
-
 def source_of(spec: GrammarSpec, special_ids: Mapping[str, int]) -> str:
     """The library's text of a constraint. `special_ids` are those of special tokens, which no text matches. Raises
     GrammarError."""
@@ -150,24 +140,10 @@ def _json_schema(text: str) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema_object(schema)))
 
 
-def schema_object(schema: object) -> dict[str, Any]:
-    """A JSON schema with our options, where it has none of its own. Raises GrammarError for what is none."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(schema, dict):
-        raise GrammarError("is no JSON schema; allowed: an object, true or false")
-    return {"x-guidance": JSON_OPTIONS} | schema
-
-
 def _choice(choices: Sequence[str]) -> str:
     if not choices:
         raise GrammarError("has no choices; allowed: 1 or more")
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, choices)))
-
-
-def quoted(text: str) -> str:
-    """A text as a Lark string."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def lark_of_grammar(text: str) -> str:
@@ -180,17 +156,11 @@ def lark_of_grammar(text: str) -> str:
         raise GrammarError(f"is no EBNF: {first_line(str(error))}") from error
 
 
-def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
-    from outrider.engine.structural_tag import lark_of
-
-    return LLMatcher.grammar_from_lark(lark_of(text, special_ids))
-
-
 _SOURCES: Mapping[str, Any] = {
     "json_schema": lambda spec, _: _json_schema(spec.text),
     "json_object": lambda spec, _: _json_schema('{"type": "object"}'),
     "regex": lambda spec, _: LLMatcher.grammar_from_regex(spec.text),
     "grammar": lambda spec, _: LLMatcher.grammar_from_lark(lark_of_grammar(spec.text)),
     "choice": lambda spec, _: _choice(spec.choices),
-    "structural_tag": lambda spec, special_ids: _structural_tag(spec.text, special_ids),
+    "structural_tag": lambda spec, special_ids: LLMatcher.grammar_from_lark(lark_of(spec.text, special_ids)),
 }

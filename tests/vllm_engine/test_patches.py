@@ -14,7 +14,7 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from outrider.vllm import mends
+from outrider.vllm import patches
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unmended")
 def test_once_is_enough() -> None:
-    assert mends.apply()
+    assert patches.apply()
     judge = cpu_triton_utils._rejection_random_sample_kernel_impl
-    assert not mends.apply()
+    assert not patches.apply()
     assert cpu_triton_utils._rejection_random_sample_kernel_impl is judge
 
 
@@ -44,7 +44,7 @@ def test_other_versions_and_devices_stay_as_they_are(
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu)
-    assert not mends.apply()
+    assert not patches.apply()
     assert cpu_triton_utils._expand_kernel_impl is None
 
 
@@ -61,7 +61,7 @@ def test_drafted_rows_get_their_requests_values() -> None:
 @pytest.mark.usefixtures("unmended")
 def test_rows_without_an_adapter_get_none() -> None:
     """In the first place as in the last, of every kernel that asks for it."""
-    assert mends.apply()
+    assert patches.apply()
     assert punica_cpu.bgmv_shrink is torch_ops.bgmv_shrink is lora_ops.bgmv_shrink
     factors = torch.full((2, 1, 4, 3), 7.0)  # [places, 1, rank, in]
     made, lengths, places = torch.empty(3, 4), torch.tensor([2, 1]), torch.tensor([-1, 0])
@@ -71,7 +71,7 @@ def test_rows_without_an_adapter_get_none() -> None:
 
 @pytest.mark.usefixtures("unmended")
 def test_a_step_without_drafts_may_cut_by_top_k() -> None:
-    assert mends.apply()
+    assert patches.apply()
     law, top_k = torch.empty(0, 8), torch.empty(0, dtype=torch.int32)
     assert topk_topp_sampler.apply_top_k_top_p(law, top_k, None).shape == (0, 8)
 
@@ -79,7 +79,7 @@ def test_a_step_without_drafts_may_cut_by_top_k() -> None:
 @pytest.mark.usefixtures("unmended")
 def test_products_of_8_bits_under_float32_leave_the_kernel_of_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "check_cpu_sgl_kernel", lambda outputs, inputs, dtype: True)  # as with AMX
-    assert mends.apply()
+    assert patches.apply()
     before = torch.get_default_dtype()
     try:
         for dtype, fits in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, True)):
