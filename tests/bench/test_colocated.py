@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from outrider.bench.colocated import Colocated, make_handler
-from outrider.bench.network.backends import ColocatedBackend, NetworkBatch
+from outrider.bench.network_fleet import ColocatedBackend, NetworkBatch
 from outrider.cli.local_services import ServiceFailed, Services
 from outrider.client import SyncClient
 from outrider.planner.policy import Policy, Round

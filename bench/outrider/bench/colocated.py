@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from outrider.bench.network.backends import summarise_rounds
-from outrider.bench.network.draft import PassPacer
-from outrider.bench.worker import Handler, serve_requests
+from outrider.bench.harness import Handler, serve_requests
+from outrider.bench.network_fleet import summarise_rounds
+from outrider.bench.network_workers import PassPacer
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.boot import runner_options as draft_options

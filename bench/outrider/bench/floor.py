@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.bench.worker import Handler, serve_requests
+from outrider.bench.harness import Handler, serve_requests
 from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES

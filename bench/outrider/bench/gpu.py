@@ -25,7 +25,6 @@ import torch
 
 from outrider.bench.kernels import Probe, timed
 from outrider.bench.kernels_cases import BLOCK_SIZE, CUDA, ROWS, SMALL, TINY, K, Model, Place
-from outrider.bench.machine import describe
 from outrider.bench.results import Json, markdown, median_of, new_result, spread, store
 from outrider.engine.batch import BatchEntry, StepLimits, build_batch
 from outrider.engine.cuda_graphs import CudaGraphs, GraphDevice
@@ -276,7 +275,7 @@ def main() -> int:
 def _steps(repeats: int) -> None:
     runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
     setup = {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context}
-    result = new_result(describe(), setup) | {
+    result = new_result(setup) | {
         "device": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"},
         "capture": capture,
     }

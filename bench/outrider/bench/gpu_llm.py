@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from outrider.bench.machine import describe
 from outrider.bench.prompts import PROMPTS
 from outrider.bench.results import Json, bracketed, markdown, median_of, new_result, spread, store
 from outrider.llm import LLM, SamplingParams
@@ -105,7 +104,7 @@ def main() -> int:
         }  # fmt: skip
         rows = [measure(llms, b, t, options.repeats, NUM_TOKENS) for b in BATCHES for t in TEMPERATURES]
     setup = {"repeats": options.repeats, "k": K, "tokens": NUM_TOKENS, "target": LARGE}
-    result = new_result(describe(), setup) | {"device": {"name": torch.cuda.get_device_name()}, "rows": rows}
+    result = new_result(setup) | {"device": {"name": torch.cuda.get_device_name()}, "rows": rows}
     print("\n".join(render(result)))
     print(f"\nstored in {store(RESULTS, result, result['device']['name'])}", file=sys.stderr)
     return 0
