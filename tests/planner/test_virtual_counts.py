@@ -109,10 +109,10 @@ def decode(crowd: Crowd, policy: Policy, num_streams: int) -> tuple[int, float]:
     return sum(record.num_rounds for record in crowd.records), crowd.ms_per_token()
 
 
-@pytest.mark.parametrize(
-    ("policy", "num_streams"),
-    [(Policy(0), 16), (SEQUENTIAL, 1), (SEQUENTIAL, 16), (CHAINS, 4), (BRANCHES, 1), (BRANCHES, 4), (BRANCHES, 16)],
-)
+CASES = ((Policy(0), 16), (SEQUENTIAL, 1), (SEQUENTIAL, 16), (CHAINS, 4), (BRANCHES, 1), (BRANCHES, 4), (BRANCHES, 16))
+
+
+@pytest.mark.parametrize(("policy", "num_streams"), CASES)
 def test_counts_are_the_engines(policy: Policy, num_streams: int) -> None:
     machines = Machines(STEPS, PASSES, DraftQuality(0.72), WAY_S)
     rounds, ms = decode(new_crowd(machines), policy, num_streams)

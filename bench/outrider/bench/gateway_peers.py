@@ -51,6 +51,7 @@ MAX_MODEL_LEN = 1 << 24
 MAX_ROWS = 512
 DRAFT_US = 800  # of a draft's pass, whatever its rows
 STEP_SHARE = 0.8  # of the time between two steps
+ROUNDING = 1e-6  # of a tick, in periods: a step that begins at one belongs to it
 STEP_COSTS = ((1, 10_000), (64, 12_000), (MAX_ROWS, 40_000))  # that a target tells gateways
 QUALITY = DraftQuality(0.72)
 TEXTS = [Text(QUALITY, seed) for seed in range(16)]
@@ -99,7 +100,8 @@ class Paced:
         """Until the tick behind the last step's."""
         if now < self._due:
             return self._due - now
-        self._due = ((now / self._period_s - self._phase) // 1 + 1 + self._phase) * self._period_s
+        tick = (now / self._period_s - self._phase + ROUNDING) // 1
+        self._due = (tick + 1 + self._phase) * self._period_s
         return 0.0
 
     def stepped(self, num_rows: int, seconds: float, pause_s: float) -> None:
