@@ -57,7 +57,6 @@ class PairSettings(ServiceSettings):
     seed: int = Field(0, ge=0, description="of the order, the sampling and the networks")
     store: bool = Field(True, description="store the result and its plot")
     output: Path | None = Field(None, description="file to write the result to as well, as JSON")
-    keep_awake: bool = Field(False, description="keep the cores out of their idle state (Linux), to wake at once")
     start_timeout: float = Field(180.0, gt=0, description="seconds that a process may take to start")
 
     @model_validator(mode="after")

@@ -44,7 +44,6 @@ from outrider.bench.results import (
     Json,
     align,
     bracketed,
-    cores_awake,
     new_result,
     note,
     number,
@@ -147,18 +146,16 @@ async def run(settings: NetworkSettings) -> Json:
     result = new_result({
         "pair": f"{'the expansion of ' * settings.expand}{pair}", "k": settings.num_draft_tokens,
         "max_tokens": settings.max_tokens, "repeats": settings.repeats, "seed": settings.seed,
-        "cores_awake": settings.keep_awake,
     }) | {"blocks": [], "kills": None}  # fmt: skip
-    with cores_awake(settings.keep_awake):
-        note("starting the services ...")
-        async with start_network_fleet(setup, settings.modes, map(Network.parse, settings.networks)) as fleet:
-            for block in blocks_of(settings):
-                note(f"{title({'batch': block.streams, 'temperature': block.temperature})}, draft cost {block.cost:g}")
-                result["blocks"].append(await measure_block(fleet, block, prompts, settings.repeats, settings.seed))
-            if settings.kills:
-                note("drafts killed at random moments")
-                length = min(2 * settings.max_tokens, MAX_TOKENS)
-                result["kills"] = await measure_kills(fleet, prompts, settings.kills, length, settings.seed)
+    note("starting the services ...")
+    async with start_network_fleet(setup, settings.modes, map(Network.parse, settings.networks)) as fleet:
+        for block in blocks_of(settings):
+            note(f"{title({'batch': block.streams, 'temperature': block.temperature})}, draft cost {block.cost:g}")
+            result["blocks"].append(await measure_block(fleet, block, prompts, settings.repeats, settings.seed))
+        if settings.kills:
+            note("drafts killed at random moments")
+            length = min(2 * settings.max_tokens, MAX_TOKENS)
+            result["kills"] = await measure_kills(fleet, prompts, settings.kills, length, settings.seed)
     return result
 
 

@@ -37,7 +37,6 @@ from outrider.bench.results import (
     align,
     bracketed,
     column_sums,
-    cores_awake,
     median_of,
     new_result,
     note,
@@ -116,7 +115,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int
 def run(settings: BenchSettings) -> Json:
     """Every cell."""
     with ExitStack() as stack:
-        stack.enter_context(cores_awake(settings.keep_awake))
         folders, pair = settings.expanded(settings.expand, stack)
         prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
@@ -135,7 +133,7 @@ def run(settings: BenchSettings) -> Json:
         backends += peers
         setup = {
             "pair": pair, "k": k, "max_tokens": settings.max_tokens, "prompt_tokens": len(prompts[0]),
-            "repeats": settings.repeats, "seed": settings.seed, "cores_awake": settings.keep_awake,
+            "repeats": settings.repeats, "seed": settings.seed,
         }  # fmt: skip
         result = new_result(setup) | {"blocks": []}
         for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
@@ -273,7 +271,7 @@ def last_result(folder: Path, machine: Json, setup: Json) -> Json | None:
     found: list[Json] = []
     for path in folder.glob("*.json"):
         result: Json = json.loads(path.read_text(encoding="utf-8"))
-        if result["machine"] == machine and result["setup"] == setup:
+        if result["machine"] == machine and setup.items() <= result["setup"].items():  # older ones say more
             found.append(result)
     return max(found, key=lambda result: str(result["when"]), default=None)
 

@@ -7,11 +7,9 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,15 +26,6 @@ CPUINFO, PROC = Path("/proc/cpuinfo"), Path("/proc")
 IDLE_FIELDS = (3, 4)  # of the line "cpu": idle, and idle that waits for a disk
 NUM_FIELDS = 8  # those after it are counted in the first ones already
 PARENT, USER, SYSTEM = 1, 11, 12  # of a process's stat, after its name
-SPIN = """
-import os, sys
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-os.sched_setaffinity(0, {int(sys.argv[1])})
-parent = int(sys.argv[2])
-while os.getppid() == parent:
-    for _ in range(1_000_000):
-        pass
-"""
 
 
 def note(text: str) -> None:
@@ -120,23 +109,6 @@ def _stat(path: Path) -> list[str]:
         return path.read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-@contextmanager
-def cores_awake(wanted: bool) -> Iterator[None]:
-    """Keeps the cores out of their idle state, where that is wanted and the system can: a thread that waits on an idle
-    core of a virtual machine wakes 0.15-0.2 ms late, and a round has about ten such waits; on a core that runs anything
-    it wakes in 5 microseconds. So a process a core spins in the scheduler's idle class, which yields to all others."""
-    cores = sorted(os.sched_getaffinity(0)) if wanted and hasattr(os, "SCHED_IDLE") else ()
-    spin = [sys.executable, "-S", "-E", "-c", SPIN]
-    spinners = [subprocess.Popen([*spin, str(core), str(os.getpid())], start_new_session=True) for core in cores]
-    try:
-        yield
-    finally:
-        for spinner in spinners:
-            spinner.kill()
-        for spinner in spinners:
-            spinner.wait()
 
 
 def new_result(setup: Json) -> Json:

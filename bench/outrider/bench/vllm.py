@@ -40,7 +40,6 @@ from outrider.bench.results import (
     ForeignLoad,
     Json,
     bracketed,
-    cores_awake,
     markdown,
     new_result,
     note,
@@ -108,7 +107,6 @@ def run(settings: VllmBenchSettings) -> Json:
         }  # fmt: skip
         result = new_result(setup)
         backends, result["cache_tokens"] = start(stack, runner, settings, folders)
-        stack.enter_context(cores_awake(settings.keep_awake))
         cells = [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
         return result | {"cells": [measure(settings, cell, backends, prompts) for cell in cells]}
 
