@@ -59,9 +59,7 @@ KNOWS_PROTOBUF = (
     "peers/remote.py",
     "peers/vocabulary_offer.py",
     "vllm/draft_pool.py",
-    "bench/gateway/peers.py",
-    "bench/gateway/clients.py",
-    "bench/scripted_draft.py",
+    "bench/gateway_peers.py",
 )
 KNOWS_STATUS = ("rpc/status.py", "rpc/interceptors.py", *KNOWS_PROTOBUF)
 # Circles of files that are still there.

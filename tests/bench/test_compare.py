@@ -14,12 +14,11 @@ from support.heads import random_head_of
 from support.models import save_tiny
 from support.services import outrider, succeed
 
-from outrider.bench import prompt_sets
-from outrider.bench.compare.__main__ import CompareSettings
-from outrider.bench.compare.report import shares
-from outrider.bench.compare.requests import CompareRequest, read_requests
-from outrider.bench.compare.runs import Method, Run
+from outrider.bench import prompts
+from outrider.bench.compare import CompareSettings
+from outrider.bench.compare_runs import CompareRequest, Method, Run, read_requests
 from outrider.bench.figures import METHOD_COLOURS, draw_compare
+from outrider.bench.results import shares
 from outrider.pairs import pair_path
 from outrider.planner.policy import Round
 from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS
@@ -217,10 +216,10 @@ def test_a_file_that_measures_nothing_is_refused_before_anything_starts(tmp_path
 
 
 def test_the_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_sets, "PROMPTS", prompt_sets.PROMPTS[:3])
-    monkeypatch.setattr(prompt_sets, "NUM_CHANGED", 2)
-    monkeypatch.setattr(sys, "argv", ["prompt_sets", str(tmp_path), "--tokens", "40"])
-    prompt_sets.main()
+    monkeypatch.setattr(prompts, "PROMPTS", prompts.PROMPTS[:3])
+    monkeypatch.setattr(prompts, "NUM_CHANGED", 2)
+    monkeypatch.setattr(sys, "argv", ["prompts", str(tmp_path), "--tokens", "40"])
+    prompts.main()
     sets = {path.stem: read_requests(path) for path in tmp_path.iterdir()}
     assert {name: len(found) for name, found in sets.items()} == {
         "code": 3, "changed": 10, "predictions": 3, "random": 8,

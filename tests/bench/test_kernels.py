@@ -22,7 +22,7 @@ from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
-from outrider.bench import gpu, gpu_llm, kernels
+from outrider.bench import gpu, kernels
 from outrider.bench.kernels_cases import CUDA, QUICK, Case, KernelWork
 from outrider.kernels import dispatch
 from outrider.llm import LLM
@@ -182,16 +182,16 @@ def test_the_parts_for_a_gpu_are_there() -> None:
 
 
 def test_an_llm_is_measured_from_end_to_end() -> None:
-    named = {name: options for name, options in gpu_llm.ways().items() if name != "auto"}
+    named = {name: options for name, options in gpu.ways().items() if name != "auto"}
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(LLM(model=str(pair_path().target), device="cpu", max_model_len=256, **options))
             for name, options in named.items()
         }
-        row = gpu_llm.measure(llms, batch=2, temperature=1.0, repeats=1, num_tokens=3)
+        row = gpu.measure_llms(llms, batch=2, temperature=1.0, repeats=1, num_tokens=3)
     assert row["ways"]["plain"]["times"]["median"] == 1.0
-    setup = {"tokens": 3, "k": gpu_llm.K}
-    page = list(gpu_llm.render({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
+    setup = {"tokens": 3, "k": gpu.K}
+    page = list(gpu.render_llms({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
     assert "some device" in page[0] and "in turn, times plain" in page[2] and len(page) == 5
 
 

@@ -8,8 +8,6 @@ import copy
 import json
 import sys
 import time
-from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,28 +16,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bench import Measured, run_bench, texts_of
-from support.heads import random_head_of
 from support.services import START_S
 
+from outrider.bench import peers
 from outrider.bench.figures import draw_pair, write_figure
-from outrider.bench.measure import Cell, Run, rows_of_step, steady
-from outrider.bench.pair import BenchSettings, start_peers
-from outrider.bench.pair_report import last_result, moved, render
+from outrider.bench.harness import BenchWorker, BenchWorkerFailed
+from outrider.bench.measure import Run, rows_of_step, steady
+from outrider.bench.pair import last_result, moved, render
 from outrider.bench.results import store
-from outrider.bench.worker import BenchWorker, BenchWorkerFailed
-from outrider.cli.local_services import Folders
 from outrider.client import SpeculationStats
 from outrider.pairs import pair_path
 from outrider.rpc.sampling_params import AcceptanceRule
 
-WAYS = {"outrider plain", "outrider rejection", "outrider head"}
+WAYS = {"outrider plain", "outrider rejection"}
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """What --quick prints, and its result; with a head of random weights beside."""
-    head = random_head_of(pair_path().target, "medusa", tmp_path_factory.mktemp("head"))
-    smaller = ("--modes", "plain,rejection,coupled", "--floor-passes", "1", "--no-transformers", "--head", str(head))
+    """What --quick prints, and its result."""
+    smaller = ("--modes", "plain,rejection,coupled", "--floor-passes", "1", "--no-transformers")
     return run_bench(tmp_path_factory.mktemp("bench"), "--quick", *smaller)
 
 
@@ -50,9 +45,6 @@ def test_quick_measures_every_way(quick: Measured) -> None:
     assert "outrider coupled" not in greedy["ways"]  # the same as rejection there
     drafted = greedy["ways"]["outrider rejection"]
     assert len(drafted["tested"]) == 4 and drafted["share_of_floor"]["median"] > 0
-    assert drafted["round_ms"].keys() == {"total", "draft", "wire", "queue", "verify", "sample", "gateway", "rows"}
-    assert drafted["round_ms"]["rows"] == 5
-    assert len(greedy["ways"]["outrider head"]["tested"]) == 4  # where its rounds' time goes is not looked at
     assert drafted["rows"]["median"] in (4, 5)  # the last windows are short
     assert greedy["ways"]["outrider plain"]["rows"]["median"] == 1
     assert greedy["ratios"]["outrider rejection / outrider plain"]["median"] > 0
@@ -62,7 +54,7 @@ def test_quick_measures_every_way(quick: Measured) -> None:
 def test_stored_plotted_compared(quick: Measured, tmp_path: Path) -> None:
     result = quick[1]
     path = store(tmp_path, result)
-    assert write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
+    write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
     assert {"1 stream, greedy", "outrider rejection", "outrider coupled"} <= texts_of(path.with_suffix(".svg"))
     found = last_result(tmp_path, result["machine"], result["setup"])
     assert found == result
@@ -115,7 +107,7 @@ def test_the_floor_has_the_rows_that_were_verified() -> None:
 
 def test_a_pausing_worker_stands_still_between_questions() -> None:
     code = (
-        "import sys, threading, time\nfrom outrider.bench.worker import serve_requests\nticks = []\n"
+        "import sys, threading, time\nfrom outrider.bench.harness import serve_requests\nticks = []\n"
         "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
         "threading.Thread(target=tick, daemon=True).start()\n"
         "sys.exit(serve_requests(lambda arguments: lambda question: {'ticks': len(ticks)}))"
@@ -127,35 +119,14 @@ def test_a_pausing_worker_stands_still_between_questions() -> None:
         assert worker.ask({})["ticks"] < before + 200  # of 500 that it would have made
 
 
-class InProcess:
-    """A worker that is no process: what it would be started with makes its handler."""
-
-    def __init__(self, name: str, module: str, *arguments: object) -> None:
-        self.ask = import_module(f"outrider.bench.{module}").make_handler([str(argument) for argument in arguments])
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
-
-    def wait(self, timeout_s: float) -> None:
-        """It is ready."""
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_transformers_decodes_in_every_way(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    monkeypatch.setattr(BenchWorker, "of_module", InProcess)
+def test_transformers_decodes_in_every_way(temperature: float) -> None:
     pair = pair_path()
-    with ExitStack() as stack:
-        peers = list(start_peers(stack, BenchSettings(), Folders(pair.target, pair.draft)))
-        assert [peer.name for peer in peers] == [
-            f"transformers {way}" for way in ("plain", "assisted", "prompt-lookup")
-        ]
-        assert [peer.fits(Cell(4, temperature)) for peer in peers] == [True, False, False]
-        for peer in peers:
-            run = peer.decode(Cell(1, temperature), [[5, 6, 7, 8]], 8, 0)
-            assert run.num_tokens == 8 and run.tokens_per_s > 0
+    handle, _ = peers.make_transformers("plain", pair.target, pair.draft, 1, 4)
+    for mode in ("plain", "assisted", "prompt-lookup"):
+        question = {"mode": mode, "prompts": [[5, 6, 7, 8]], "max_tokens": 8, "temperature": temperature, "seed": 0}
+        answer = handle(question)
+        assert answer["num_tokens"] == 8 and answer["seconds"] > 0
 
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
@@ -196,16 +167,12 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("gguf")
     module.GGUFWriter, module.GGMLQuantizationType = Writer, SimpleNamespace(BF16="bfloat16")
     monkeypatch.setitem(sys.modules, "gguf", module)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench/outrider/bench"))
-    monkeypatch.delitem(sys.modules, "peers_gguf", raising=False)
 
 
 @pytest.mark.usefixtures("gguf")
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_bfloat16_rounds_no_number(tmp_path: Path, stored: torch.dtype) -> None:
     """Matrices of bfloat16 numbers become bfloat16, in whatever type they are stored; others and norms do not."""
-    from outrider.bench.peers_gguf import write_gguf
-
     grid = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     state = {
         "model.embed_tokens.weight": grid.to(stored), "lm_head.weight": grid.float() + 1e-5,
@@ -214,13 +181,13 @@ def test_bfloat16_rounds_no_number(tmp_path: Path, stored: torch.dtype) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(state, tmp_path / "model.safetensors")
 
-    write_gguf(tmp_path, tmp_path / "half.gguf", bfloat16=True)
+    peers.write_gguf(tmp_path, tmp_path / "half.gguf", bfloat16=True)
     half, head, norm = (Writer.tensors[f"{name}.weight"] for name in ("token_embd", "output", "output_norm"))
     assert half[1] == "bfloat16" and bytes(half[0]) == grid.view(torch.int16).numpy().tobytes()
     assert half[0].shape == (4, 16)  # bytes
     for kept, name in ((head, "lm_head.weight"), (norm, "model.norm.weight")):
         assert kept[1] is None and torch.equal(torch.tensor(kept[0]), state[name])
 
-    write_gguf(tmp_path, tmp_path / "single.gguf")
+    peers.write_gguf(tmp_path, tmp_path / "single.gguf")
     assert {dtype for _, dtype in Writer.tensors.values()} == {None}
     assert torch.equal(torch.tensor(Writer.tensors["token_embd.weight"][0]), grid.float())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from support.services import outrider, succeed
 
-from outrider.bench.compare.__main__ import CompareSettings
-from outrider.bench.load.requests import BenchServeSettings
+from outrider.bench.compare import CompareSettings
+from outrider.bench.load import LoadSettings
 from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
 from outrider.cli.chat import ChatSettings
 from outrider.cli.serve import ServeSettings
@@ -139,7 +139,7 @@ def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:
 
 SECTIONS = {
     "serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "compare": CompareSettings,
-    "bench serve": BenchServeSettings,
+    "bench serve": LoadSettings,
 }  # fmt: skip
 ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file
 

@@ -210,16 +210,6 @@ def test_no_other_user_reaches_the_services_behind_it(served: Served) -> None:
     assert "does not answer" not in seen and json.loads(seen), seen
 
 
-@pytest.mark.parametrize("over", ["grpc", "https"])
-def test_a_load_gets_in_by_the_same_files(served: Served, over: str, tmp_path: Path) -> None:
-    place = ["--gateway", served.gateway] if over == "grpc" else ["--base-url", served.http]
-    assert over == "grpc" or served.http.startswith("https://")
-    asked = ["bench", "serve", *place, "--requests", "2", "--max-tokens", "2", "--json", str(tmp_path / "result.json")]
-    assert "2 of 2 requests" in succeed(*asked, *served.flags)
-    assert TOKEN not in (tmp_path / "result.json").read_text()
-    assert outrider(*asked, *shown(served.files, PEER)).returncode == 1, "without a token"
-
-
 def test_an_llm_gets_in_by_the_same(served: Served) -> None:
     credentials = ClientTls(served.files).credentials()
     greedy = SamplingParams(temperature=0.0, max_tokens=4)

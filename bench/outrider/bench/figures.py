@@ -1,4 +1,4 @@
-"""The figures of the bench, as SVG files: speeds of a pair, time per token over a network, times under a load.
+"""The figures of the bench, as SVG files: speeds of a pair, time per token over a network, methods of drafting.
 
 matplotlib draws them, and is imported only when one is drawn: measuring does without. Texts stay texts, and equal
 results give equal bytes."""
@@ -13,11 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.compare.report import shares
-from outrider.bench.load.report import TIMES
-from outrider.bench.network.report import ON_NO_NETWORK, form_ms
-from outrider.bench.results import Json, title
-from outrider.planner.formulas import Costs, floor
+from outrider.bench.results import Json, shares, title
+from outrider.planner.formulas import Costs, branches, chains, floor, sequential
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,32 +23,25 @@ if TYPE_CHECKING:
 MISSING = "matplotlib is not installed: pip install 'outrider[bench]'"
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "outrider", "font.size": 9.0, "axes.titlelocation": "left"}
 INCHES = 8.6
-OURS, OTHERS, INK, FAINT, OBJECTIVE = "#2b6cb0", "#a0aec0", "#1a202c", "#4a5568", "#c05621"
+OURS, OTHERS, INK = "#2b6cb0", "#a0aec0", "#1a202c"
 MODES = {
     "sequential": "#c05621", "chains": "#2f855a", "branches": "#2b6cb0", "auto": "#6b46c1", "colocated": "#b83280",
     "colocated-all": "#b7791f", "plain": "#718096",
 }  # fmt: skip
 METHOD_COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#b7791f", "#319795", "#718096", "#9b2c2c")
 STEPS = 80  # of a line
-MOST_POINTS = 400  # of a curve
-OBJECTIVES = {"ttft_ms": "slo_ttft_ms", "tpot_ms": "slo_itl_ms"}
+ON_NO_NETWORK = ("plain", "colocated", "colocated-all")  # what a network changes nothing about, or hides in credit
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def write_figure(path: Path, draw: Callable[[], Figure]) -> bool:
-    """Draws to an SVG file. Where matplotlib is missing, says so on standard error and returns False."""
-    if not can_draw():
+def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
+    """Draws to an SVG file, or says on standard error that matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
         print(f"no {path.name}: {MISSING}", file=sys.stderr)
-        return False
+        return
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    return True
 
 
 def draw_pair(result: Json) -> Figure:
@@ -133,43 +123,13 @@ def _draw_mode(axes: Axes, mode: str, cells: Sequence[Json], plain_ms: float, mo
         )  # fmt: skip
 
 
-def draw_load(result: Json, times: dict[str, list[float]]) -> Figure:
-    """For each kind of time the share of requests (or deliveries) that took at most so long, with its median and 99th
-    percentile, and the objective where there is one. `times` are milliseconds, by the names of TIMES."""
-    import numpy as np
-
-    shown = [(key, name.partition(" (")[0]) for key, name in TIMES if times[key]]
-    rows = max(1, (len(shown) + 1) // 2)
-    figure, panels = _panels(rows, 2, 0.7 + 2.6 * rows)
-    _head(figure, f"{result['server']}: {result['loop']}", _numbers(result))
-    for axes in panels[len(shown) :]:
-        axes.remove()
-    for (key, name), axes in zip(shown, panels, strict=False):
-        found, objective = result["times"][key], result["setup"].get(OBJECTIVES.get(key, ""))
-        shares = np.linspace(0.0, 1.0, min(len(times[key]) + 1, MOST_POINTS))
-        axes.step(np.quantile(times[key], shares, method="inverted_cdf"), shares, where="post", color=OURS)
-        axes.set_title(f"{name}, ms")
-        axes.set_title(f"p50 {found['p50']:.1f}, p99 {found['p99']:.1f}", loc="right", fontsize=8, color=FAINT)
-        axes.set_xlim(left=0)
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.grid(axis="y", alpha=0.4)
-        if objective is not None:
-            axes.axvline(objective, color=OBJECTIVE, linestyle="--", label=f"objective {objective:g}")
-            axes.legend(loc="lower right", frameon=False)
-    return figure
-
-
-def _numbers(result: Json) -> str:
-    words = [
-        f"{result['completed']} of {result['requests']} requests",
-        f"{result['output_tokens_per_s']:.1f} output tokens/s",
-        f"{result['requests_per_s']:.2f} requests/s",
-    ]
-    if result["goodput"] is not None:
-        words.append(f"goodput {result['goodput']['requests_per_s']:.2f} requests/s")
-    if result["speculation"] is not None:
-        words.append(f"acceptance {result['speculation']['acceptance_rate']:.1%}")
-    return ", ".join(words)
+def form_ms(mode: str, costs: Costs, round_trip_ms: float, hits: float, plain_ms: float) -> float | None:
+    """Time per token in closed form; None where there is none."""
+    if mode in ("sequential", "colocated", "colocated-all"):
+        return sequential(costs, round_trip_ms)
+    if mode == "chains":
+        return chains(costs, round_trip_ms)
+    return branches(costs, round_trip_ms, hits, plain_ms) if mode == "branches" else None
 
 
 def draw_compare(result: Json) -> Figure:

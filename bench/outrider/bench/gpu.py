@@ -13,9 +13,11 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +27,8 @@ import torch
 
 from outrider.bench.kernels import Probe, timed
 from outrider.bench.kernels_cases import BLOCK_SIZE, CUDA, ROWS, SMALL, TINY, K, Model, Place
-from outrider.bench.machine import describe
-from outrider.bench.results import Json, markdown, median_of, new_result, spread, store
+from outrider.bench.prompts import PROMPTS
+from outrider.bench.results import Json, bracketed, markdown, median_of, new_result, spread, store
 from outrider.engine.batch import BatchEntry, StepLimits, build_batch
 from outrider.engine.cuda_graphs import CudaGraphs, GraphDevice
 from outrider.engine.kv_cache import bytes_per_block
@@ -37,6 +39,10 @@ from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
+from outrider.llm import LLM
+from outrider.llm import SamplingParams as LLMSamplingParams
+from outrider.pairs import pair_path
+from outrider.pairs.expansion import write_expanded
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
@@ -48,8 +54,24 @@ from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
 from outrider.target_service.verifier import VerifyRule
 
+BENCH = Path("bench")
+PARTS = {  # modules with their arguments, each a process of its own
+    "tests": ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
+    "kernels": ("outrider.bench.kernels", "--device", "cuda"),
+    "llm": ("outrider.bench.gpu", "--only", "llm"),
+}
 WARM_UP = 3
+ENTRIES = 64  # of a drafted token's weights
+LARGE = {  # as an 8B model's; heads stay as wide as they are, so that it has 6.3 billion parameters
+    "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8,
+}  # fmt: skip
+BATCHES, TEMPERATURES = (1, 8, 32), (0.0, 1.0)
+NUM_TOKENS = 128  # of each completion
+SHARE = 0.9  # of the device's memory, for all ways together
 TIMES = ("replayed_us", "launched_us", "device_us", "floor_us")
+
+
+Timed = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +177,6 @@ def _wall_us(device: str, call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-ENTRIES = 64  # of a drafted token's weights
-
-Timed = dict[str, Callable[[], object]]
-
-
 def measure_rounds(shape: Shape, runner: ModelRunner, repeats: int) -> Json:
     """Rows for every batch: of judging by rule, and of drafting by rule."""
     verifier, proposer = verifier_of(runner, shape.vocab_size), DraftModelProposer(runner)
@@ -244,24 +261,65 @@ def _table(shape: Shape, index: int) -> list[int]:
     return list(range(blocks * index, blocks * (index + 1)))
 
 
-BENCH = Path("bench")
-RESULTS = BENCH / "results" / "steps"
-PARTS = {  # modules with their arguments, each a process of its own
-    "tests": ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
-    "kernels": ("outrider.bench.kernels", "--device", "cuda"),
-    "llm": ("outrider.bench.gpu_llm",),
-}
+def ways() -> dict[str, dict[str, Any]]:
+    """How an LLM decodes, by name: plainly, with k drafted tokens a round, and with as many as the controller takes."""
+    speculation = {"model": str(pair_path().draft), "num_speculative_tokens": K}
+    return {
+        "plain": {},
+        "in turn": {"speculative_config": speculation},
+        "auto": {"speculative_config": speculation, "mode": "auto"},
+    }
+
+
+def measure_llms(llms: Mapping[str, LLM], batch: int, temperature: float, repeats: int, num_tokens: int) -> Json:
+    """A row: tokens a second by way, and times the first one's in the same repeat."""
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(batch)]
+    params = LLMSamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
+    rates: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        for name, llm in llms.items():
+            started = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            rate = batch * num_tokens / (time.perf_counter() - started)
+            if repeat:  # the first one compiles
+                rates[name].append(rate)
+    plain = next(iter(rates.values()))
+    by_way = {
+        name: {"tokens_s": spread(found), "times": spread([o / p for o, p in zip(found, plain, strict=True)])}
+        for name, found in rates.items()
+    }
+    return {"batch": batch, "temperature": temperature, "ways": by_way}
+
+
+def render_llms(result: Json) -> Iterator[str]:
+    """The table."""
+    setup = result["setup"]
+    yield f"Tokens a second on {result['device']['name']}, {setup['tokens']} a completion, k = {setup['k']}; medians."
+    yield ""
+    names = list(result["rows"][0]["ways"])
+    rows = [
+        (
+            str(row["batch"]), f"{row['temperature']:g}",
+            *(median_of(row["ways"][name]["tokens_s"], 0) for name in names),
+            *(bracketed(row["ways"][name]["times"]) for name in names[1:]),
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
+    yield from markdown(("streams", "temperature", *names, *(f"{n}, times plain" for n in names[1:])), rows, words=())
 
 
 def main() -> int:
     """0 if all went well, 1 if a part failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind and batch")
+    parser.add_argument("--repeats", type=int, help="timed steps of each kind and batch (30), or runs of an LLM (5)")
     parser.add_argument("--only", choices=(*PARTS, "steps"), help="one part of it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("there is no GPU here, and nothing was checked", file=sys.stderr)
         return 2
+    if options.only == "llm":
+        _llms(options.repeats or 5)
+        return 0
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     codes = [
         subprocess.run([sys.executable, "-m", *part], cwd=BENCH.parent, env=environment, check=False).returncode
@@ -269,20 +327,40 @@ def main() -> int:
         if options.only in (None, name)
     ]
     if options.only in (None, "steps"):
-        _steps(options.repeats)
+        _steps(options.repeats or 30)
     return int(any(codes))
 
 
+def _llms(repeats: int) -> None:
+    """Each way is an LLM of its own, all in this process at once; what a caller waits for, the host's part in it."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "target"
+        write_expanded(Path(pair_path().target), folder, noise_device="cuda", **LARGE)
+        common: Json = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": max(BATCHES)}
+        llms = dict[str, LLM]()
+        for number, (name, options) in enumerate(ways().items(), start=1):
+            share = SHARE * number / len(ways())
+            llms[name] = stack.enter_context(LLM(**common, gpu_memory_utilization=share, **options))
+        rows = [measure_llms(llms, b, t, repeats, NUM_TOKENS) for b in BATCHES for t in TEMPERATURES]
+    setup = {"repeats": repeats, "k": K, "tokens": NUM_TOKENS, "target": LARGE}
+    result = new_result(setup) | {"device": {"name": torch.cuda.get_device_name()}, "rows": rows}
+    _finish(result, "llm", render_llms(result))
+
+
 def _steps(repeats: int) -> None:
+    """A model of random weights, whose steps are captured."""
     runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
     setup = {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context}
-    result = new_result(describe(), setup) | {
-        "device": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"},
-        "capture": capture,
-    }
+    device = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"}
+    result = new_result(setup) | {"device": device, "capture": capture}
     result |= measure_steps(REAL, CUDA, runner, repeats) | measure_rounds(REAL, runner, repeats)
-    print("\n".join([*render(result), "", *render_rounds(result)]))
-    print(f"\nstored in {store(RESULTS, result, result['device']['name'])}", file=sys.stderr)
+    _finish(result, "steps", [*render(result), "", *render_rounds(result)])
+
+
+def _finish(result: Json, name: str, page: Iterable[str]) -> None:
+    print("\n".join(page))
+    path = store(BENCH / "results" / name, result, result["device"]["name"])
+    print(f"\nstored in {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,18 @@ from outrider.bench.kernels_cases import (
     Place,
     cases,
 )
-from outrider.bench.machine import ForeignLoad, describe
-from outrider.bench.results import Json, bracketed, dump, markdown, median_of, new_result, other_programs, spread, store
+from outrider.bench.results import (
+    ForeignLoad,
+    Json,
+    bracketed,
+    dump,
+    markdown,
+    median_of,
+    new_result,
+    other_programs,
+    spread,
+    store,
+)
 
 HEAD = ("function", "where", "shape", "us", "floor us", "share of floor", "compared with", "us", "times as fast")
 
@@ -285,12 +295,12 @@ def _names(case: Case, place: Place) -> Json:
 
 
 def _result(place: Place, options: argparse.Namespace) -> Json:
-    machine = describe()
     on_gpu = place.name == "cuda"
     setup = {"repeats": options.repeats, "k": K, "quick": options.quick, "seed": options.seed}
-    return new_result(machine, setup) | {
+    result = new_result(setup)
+    return result | {
         "device": {
-            "name": torch.cuda.get_device_name() if on_gpu else machine.cpu,
+            "name": torch.cuda.get_device_name() if on_gpu else result["machine"]["cpu"],
             "dtype": str(place.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "cuda": torch.version.cuda if on_gpu else None,

@@ -1,23 +1,18 @@
-"""One run of one way of decoding, and the ways: through our gateway, or through a peer's worker. Where a round's time
-goes is measured by the gateway's own loop, driven in this process, so that every round is at hand."""
+"""One run of one way of decoding, and the ways: through our gateway, or through a peer's worker."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Protocol
 
-from outrider.bench.processes import ServiceAddresses
-from outrider.bench.worker import BenchWorker
+from outrider.bench.harness import BenchWorker
+from outrider.bench.results import note
 from outrider.client import Client, SpeculationStats
-from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.speculation.loop import speculate
-from outrider.planner.policy import Policy, Round
-from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.sampling_params import AcceptanceRule
 
 REQUEST_S = 600.0
 
@@ -112,19 +107,10 @@ class GatewayBackend:
         parts: list[tuple[float, int]] = []
         stats: SpeculationStats | None = None
         async for part in client.generate(
-            token_ids=ids,
-            timeout=REQUEST_S,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            seed=seed,
-            ignore_eos=True,
-            speculate=self.num_draft_tokens > 0,
+            token_ids=ids, timeout=REQUEST_S, max_tokens=max_tokens, temperature=temperature, top_p=1.0, top_k=0,
+            seed=seed, ignore_eos=True, speculate=self.num_draft_tokens > 0, acceptance=self.acceptance, mode=self.mode,
             num_draft_tokens=self.num_draft_tokens if self.num_draft_tokens and self.mode != "auto" else None,
-            acceptance=self.acceptance,
-            mode=self.mode,
-        ):
+        ):  # fmt: skip
             if part.token_ids:
                 parts.append((time.perf_counter(), len(part.token_ids)))
             stats = part.speculation or stats
@@ -148,15 +134,24 @@ class WorkerBackend:
 
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """One question, one answer."""
-        question = {
-            "mode": self.mode,
-            "prompts": [list(ids) for ids in prompts],
-            "max_tokens": max_tokens,
-            "temperature": cell.temperature,
-            "seed": seed,
-        }
-        answer = self.worker.ask(question)
+        asked = {"mode": self.mode, "prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens}
+        answer = self.worker.ask(asked | {"temperature": cell.temperature, "seed": seed})
         return Run(answer["seconds"], answer["num_tokens"])
+
+
+def alternate(
+    backends: Sequence[BenchBackend], decode: Callable[[BenchBackend, int], Run], repeats: int, seed: int
+) -> dict[str, list[Run]]:
+    """In every repeat each way once, in an order of chance, after one of each that counts for nothing."""
+    order, runs = random.Random(seed), {backend.name: list[Run]() for backend in backends}
+    for backend in backends:
+        decode(backend, seed)
+    for repeat in range(repeats):
+        for backend in order.sample(backends, len(backends)):
+            runs[backend.name].append(decode(backend, seed + repeat))
+        speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
+        note(f"  {repeat + 1} of {repeats}: {speeds} tokens/s")
+    return runs
 
 
 def rows_of_step(stats: Sequence[SpeculationStats]) -> int:
@@ -174,67 +169,3 @@ def steady(streams: Sequence[Sequence[tuple[float, int]]]) -> tuple[float | None
     if end <= start or not inside:
         return None, None
     return sum(inside) / (end - start), sum(inside) / len(inside)
-
-
-START_S = 30.0
-
-
-async def measure_rounds(
-    addresses: ServiceAddresses,
-    cell: Cell,
-    prompts: Sequence[Sequence[int]],
-    policy: Policy,
-    acceptance: AcceptanceRule,
-    max_tokens: int,
-    seeds: Sequence[int],
-) -> dict[str, float]:
-    """Medians of a round's parts, in milliseconds, and of the rows of its step: a batch for each seed. `gateway` is
-    this process's computing time a round, and is taken from the wire's."""
-    rounds: list[Round] = []
-    computing_s = 0.0
-    sampling = SamplingParams(temperature=cell.temperature, max_tokens=max_tokens, ignore_eos=True)
-    for seed in seeds:
-        opens = [
-            Open(0, tuple(ids), sampling, acceptance=acceptance, seed=seed * 1000 + index)
-            for index, ids in enumerate(prompts)
-        ]
-        found, seconds = await _drive(addresses, opens, policy)
-        rounds += found
-        computing_s += seconds
-    return summarise(rounds, computing_s * 1e3 / max(1, len(rounds)))
-
-
-def summarise(rounds: Sequence[Round], gateway_ms: float) -> dict[str, float]:
-    """Medians over rounds with a draft that are not a stream's first (or over all of plain decoding)."""
-    later = [closed for closed in rounds if closed.index > 0]
-    counted = [closed for closed in later if closed.commit.num_drafted] or later
-    if not counted:
-        return {}
-    microseconds = {
-        "total": median(closed.total_us for closed in counted),
-        "draft": median(closed.draft_us for closed in counted),
-        "wire": median(closed.wire_us for closed in counted),
-        "queue": median(closed.commit.timings.queue_us for closed in counted),
-        "verify": median(closed.commit.timings.verify_us for closed in counted),
-        "sample": median(closed.commit.timings.sample_us for closed in counted),
-    }
-    parts = {name: value / 1e3 for name, value in microseconds.items()}
-    parts["gateway"] = gateway_ms
-    parts["wire"] = max(0.0, parts["wire"] - gateway_ms)
-    parts["rows"] = median(closed.commit.timings.num_rows for closed in counted)
-    return parts
-
-
-async def _drive(addresses: ServiceAddresses, opens: Sequence[Open], policy: Policy) -> tuple[list[Round], float]:
-    """All rounds of all streams, and this process's computing time in seconds."""
-    async with RemoteTargets([addresses.target]) as targets, RemoteDrafts([addresses.draft]) as drafts:
-        async with asyncio.timeout(START_S):
-            await asyncio.gather(targets.wait_usable(), drafts.wait_usable())
-        started = time.process_time()
-        streams = await asyncio.gather(*(_rounds(drafts, targets, request, policy) for request in opens))
-        rounds = [closed for stream in streams for closed in stream]
-        return rounds, time.process_time() - started
-
-
-async def _rounds(drafts: RemoteDrafts, targets: RemoteTargets, request: Open, policy: Policy) -> list[Round]:
-    return [item async for item in speculate(drafts, targets, request, policy) if isinstance(item, Round)]

@@ -5,11 +5,9 @@ In every repeat each way is measured once, in random order, the floor beside eac
 from __future__ import annotations
 
 import asyncio
-import random
-import shutil
+import json
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -18,28 +16,40 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outrider.bench.command import PairSettings, note, report_failures
 from outrider.bench.figures import draw_pair, write_figure
-from outrider.bench.machine import CoreSpinner, ForeignLoad, describe
-from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend, measure_rounds
-from outrider.bench.pair_report import describe_block, last_result, moved, render
-from outrider.bench.processes import (
-    ServiceAddresses,
-    start_floor,
-    start_head,
-    start_peer,
-    start_services,
-    start_transformers,
+from outrider.bench.harness import (
+    EXPAND,
+    PEER_START_S,
+    Batches,
+    BenchWorker,
+    BenchWorkerFailed,
+    PairSettings,
+    Temperatures,
+    report_failures,
+    start_service,
     wait_for_draft,
 )
+from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend, alternate
 from outrider.bench.prompts import read_prompts
-from outrider.bench.results import Json, new_result, store, title
-from outrider.bench.worker import BenchWorker
+from outrider.bench.results import (
+    ForeignLoad,
+    Json,
+    align,
+    bracketed,
+    column_sums,
+    median_of,
+    new_result,
+    note,
+    other_programs,
+    spread,
+    store,
+    title,
+    where,
+)
 from outrider.cli.local_services import Folders, Services
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
-from outrider.planner.policy import Policy
-from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.settings import usable_cores
 
 BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
 OUR_MODES: dict[BenchMode, tuple[AcceptanceRule, str]] = {  # how drafted tokens are accepted, and the gateway's mode
@@ -50,9 +60,16 @@ OUR_MODES: dict[BenchMode, tuple[AcceptanceRule, str]] = {  # how drafted tokens
     "branches": (AcceptanceRule.AUTO, "branches"),
     "auto": (AcceptanceRule.AUTO, "auto"),
 }
+PLAIN, AUTO = "outrider plain", "outrider auto"
+OURS = ("outrider rejection", "outrider coupled", "outrider chains", "outrider branches", AUTO)
 QUICK = {
     "expand": False, "batches": (1,), "repeats": 1, "max_tokens": 24, "floor_passes": 3, "store": False,
 }  # fmt: skip
+DESCRIPTION = (
+    "Measure a pair of models: plain decoding and speculation here, transformers' generate, and other peers where they "
+    "are installed, in random order on the same prompts, against the bare matrix products of the same steps. To see "
+    "what drafts bring a server under load: outrider bench serve."
+)
 
 
 class BenchSettings(PairSettings):
@@ -60,16 +77,9 @@ class BenchSettings(PairSettings):
 
     section: ClassVar[str] = "bench"
 
-    expand: bool = Field(True, description="make the embedded target large: the same function, about 300M parameters")
-    batches: Annotated[tuple[Annotated[int, Field(ge=1, le=16)], ...], BeforeValidator(split_ids)] = Field(
-        (1, 4, 8, 16), min_length=1, description="numbers of streams at once, as in 1,4"
-    )
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(split_ids)] = Field(
-        (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
-    )
-    head: Path | None = Field(
-        None, description="folder or hub id of a head: the same target with it beside, as a way of its own"
-    )
+    expand: bool = Field(True, description=EXPAND)
+    batches: Batches = Field((1, 4, 8, 16), min_length=1, description="numbers of streams at once, as in 1,4")
+    temperatures: Temperatures = Field((0.0, 1.0), min_length=1, description="temperatures, as in 0,1")
     modes: Annotated[tuple[BenchMode, ...], BeforeValidator(split_ids)] = Field(
         ("plain", "rejection", "coupled", "auto"), description="ours, as in auto,branches (rejection, coupled: in turn)"
     )
@@ -91,14 +101,46 @@ class BenchSettings(PairSettings):
         description="does it run? Where nothing else is said, one stream, one repeat, the small target; stores nothing",
     )
 
-    @property
-    def is_expanded(self) -> bool:
-        """Whether the target is made large."""
-        return self.expand and self.target is None
-
     def effective(self) -> BenchSettings:
         """With what --quick stands for."""
         return self.filled(QUICK) if self.quick else self
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
+    """Measures, prints, compares and stores; 1 if a process does not start or dies."""
+    settings = parse(BenchSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
+    return report_failures(prog, lambda: finish(settings, run(settings)))
+
+
+def run(settings: BenchSettings) -> Json:
+    """Every cell."""
+    with ExitStack() as stack:
+        folders, pair = settings.expanded(settings.expand, stack)
+        prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
+        services = stack.enter_context(Services())
+        runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
+        note("starting the services and the peers ...")
+        floor = stack.enter_context(BenchWorker.of_module("floor", "floor", folders.target, usable_cores()))
+        floor.wait(settings.start_timeout)
+        peers = list(start_peers(stack, settings, folders))
+        gateway = start_fleet(services, settings, folders)
+        runner.run(wait_for_draft(gateway, settings.start_timeout))
+        k = settings.num_draft_tokens
+        backends: list[BenchBackend] = [
+            GatewayBackend(f"outrider {mode}", runner, gateway, 0 if mode == "plain" else k, *OUR_MODES[mode])
+            for mode in settings.modes
+        ]
+        backends += peers
+        setup = {
+            "pair": pair, "k": k, "max_tokens": settings.max_tokens, "prompt_tokens": len(prompts[0]),
+            "repeats": settings.repeats, "seed": settings.seed,
+        }  # fmt: skip
+        result = new_result(setup) | {"blocks": []}
+        for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
+            note(title(asdict(cell)))
+            fitting = [backend for backend in backends if backend.fits(cell)]
+            result["blocks"].append(measure_cell(settings, cell, fitting, floor, prompts))
+    return result
 
 
 def measure_cell(
@@ -108,111 +150,72 @@ def measure_cell(
     floor: BenchWorker,
     prompts: Sequence[Sequence[int]],
 ) -> Json:
-    """All repeats of a cell, after one of each way that counts for nothing; every run between two measurements of its
-    floor: with the rows of the way's last run, and with its own."""
+    """All repeats of a cell, every run between two measurements of its floor: with the rows of the way's last run, and
+    with its own."""
+    rows: dict[str, int] = {}
 
-    def decode(backend: BenchBackend, seed: int) -> Run:
-        return backend.decode(cell, prompts[: cell.batch], settings.max_tokens, seed)
-
-    def products_ms(rows: int) -> list[float]:
-        times: list[float] = floor.ask({"rows": rows, "passes": settings.floor_passes})["ms"] if rows else []
+    def products_ms(num_rows: int) -> list[float]:
+        question = {"rows": num_rows, "passes": settings.floor_passes}
+        times: list[float] = floor.ask(question)["ms"] if num_rows else []
         return times
 
-    order = random.Random(settings.seed)
-    rows = {backend.name: decode(backend, settings.seed).rows for backend in backends}
+    def decode(backend: BenchBackend, seed: int) -> Run:
+        times = products_ms(rows.get(backend.name, 0))
+        done = backend.decode(cell, prompts[: cell.batch], settings.max_tokens, seed)
+        times += products_ms(done.rows)
+        done.products_ms = median(times) if times else None
+        rows[backend.name] = done.rows
+        return done
+
     before, foreign = floor.ask({"passes": settings.floor_passes}), ForeignLoad()
-    runs: dict[str, list[Run]] = {backend.name: [] for backend in backends}
-    for repeat in range(settings.repeats):
-        for backend in order.sample(backends, len(backends)):
-            times = products_ms(rows[backend.name])
-            run = decode(backend, settings.seed + repeat)
-            times += products_ms(run.rows)
-            run.products_ms = median(times) if times else None
-            runs[backend.name].append(run)
-            rows[backend.name] = run.rows
-        speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
-        note(f"  {repeat + 1} of {settings.repeats}: {speeds} tokens/s")
-    others = foreign.cpus()
-    return describe_block(cell, runs, before, floor.ask({"passes": settings.floor_passes}), others)
+    runs = alternate(backends, decode, settings.repeats, settings.seed)
+    return asdict(cell) | {
+        "foreign_cpus": foreign.cpus(),
+        "probe": {"before": before, "after": floor.ask({"passes": settings.floor_passes})},
+        "ways": {name: describe_way(own, cell) for name, own in runs.items()},
+        "ratios": ratios(runs),
+    }
 
 
-DESCRIPTION = (
-    "Measure a pair of models: plain decoding and speculation here, transformers' generate, and other peers where they "
-    "are installed, in random order on the same prompts, against the bare matrix products of the same steps. To load a "
-    "server that runs: outrider bench serve."
-)
-ROUND_REPEATS = 3  # batches of which every round is looked at
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
-    """Measures, prints, compares and stores; 1 if a process does not start or dies."""
-    settings = parse(BenchSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
-
-    def work() -> int:
-        finish(settings, run(settings))
-        return 0
-
-    return report_failures(prog, work)
-
-
-def run(settings: BenchSettings) -> Json:
-    """Every cell."""
-    machine = describe()
-    with ExitStack() as stack:
-        stack.enter_context(CoreSpinner(settings.keep_awake))
-        folders, pair = checkpoint_folders(settings, settings.is_expanded, stack)
-        prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
-        services = stack.enter_context(Services())
-        runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
-        note("starting the services and the peers ...")
-        floor = start_floor(stack, folders.target, settings.start_timeout)
-        peers = list(start_peers(stack, settings, folders))
-        fleet = start_services(services, folders, settings.num_draft_tokens, settings.start_timeout)
-        backends = [*our_backends(runner, fleet.gateway, settings), *peers]
-        runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
-        if settings.head is not None:
-            backends.append(_start_head(services, runner, settings, locate(settings.head)))
-        result = new_result(machine, _setup(settings, pair, len(prompts[0]))) | {"blocks": []}
-        for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
-            note(title(asdict(cell)))
-            result["blocks"].append(_block(settings, cell, backends, floor, fleet, runner, prompts))
-    return result
-
-
-def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) -> list[BenchBackend]:
-    """Those that are asked for: the loop in turn under both rules, ahead of the verification, and what a gateway does
-    unless told otherwise."""
-    k = settings.num_draft_tokens
-    return [
-        GatewayBackend(f"outrider {mode}", runner, address, 0 if mode == "plain" else k, *OUR_MODES[mode])
-        for mode in settings.modes
-    ]
-
-
-def _start_head(services: Services, runner: asyncio.Runner, settings: BenchSettings, head: Path) -> GatewayBackend:
-    """Drafting in turn, by the target itself. An expansion is made in memory there: a head reads the first channels of
-    what is known to be one."""
-    folders, k = settings.checkpoints()[0], settings.num_draft_tokens
-    address = start_head(services, folders.target, head, settings.is_expanded, k, settings.start_timeout)
-    runner.run(wait_for_draft(address, settings.start_timeout, with_draft=False))
-    return GatewayBackend("outrider head", runner, address, k)
+def start_fleet(services: Services, settings: PairSettings, folders: Folders) -> str:
+    """Starts target, draft and gateway, each with the threads that it takes by itself; the gateway's address."""
+    target = start_service(services, "target", "--model", folders.target)
+    draft = start_service(services, "draft", "--model", folders.draft)
+    at = [services.wait(service, settings.start_timeout) for service in (target, draft)]
+    gateway = start_service(
+        services, "gateway", "--target", at[0], "--draft", at[1], "--tokenizer", folders.target, "--mode", "sequential",
+        "--num-draft-tokens", settings.num_draft_tokens,
+    )  # fmt: skip
+    return services.wait(gateway, settings.start_timeout)
 
 
 def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> Iterator[BenchBackend]:
     """Those that are asked for."""
+    script, k = settings.peers_script, settings.num_draft_tokens
     if settings.transformers:
-        worker = start_transformers(stack, folders, settings.num_draft_tokens, settings.start_timeout)
+        own = Path(__file__).with_name("peers.py")
+        worker = start_peer(stack, own, "transformers", "plain", Path(sys.executable), folders, k)
         yield WorkerBackend("transformers plain", worker, "plain")
         yield WorkerBackend("transformers assisted", worker, "assisted", max_batch=1)
         yield WorkerBackend("transformers prompt-lookup", worker, "prompt-lookup", max_batch=1)
-    scripted = {
-        "vllm": settings.vllm_python, "llama.cpp": settings.llama_python, "llama.cpp-bfloat16": settings.llama_python,
-    }  # fmt: skip
-    for name, python in scripted.items():
-        if python is not None:
-            script, k = settings.peers_script, settings.num_draft_tokens
-            for mode, worker in start_peer(stack, script, name, python, folders, k):
-                yield WorkerBackend(f"{name} {mode}", worker, mode, worker.ready.get("max_batch"))
+    pythons = {"vllm": settings.vllm_python, "llama.cpp": settings.llama_python}
+    pythons["llama.cpp-bfloat16"] = settings.llama_python
+    for name, python in pythons.items():
+        for mode in ("plain", "draft") if python is not None else ():
+            worker = start_peer(stack, script, name, mode, Path(python or ""), folders, k)
+            yield WorkerBackend(f"{name} {mode}", worker, mode, worker.ready.get("max_batch"))
+
+
+def start_peer(
+    stack: ExitStack, script: Path, name: str, mode: str, python: Path, folders: Folders, num_draft_tokens: int
+) -> BenchWorker:
+    """A peer, by the python of an environment that has it; an engine is made for one mode."""
+    if not script.is_file():
+        raise BenchWorkerFailed(f"{name}: there is no {script}; give --peers-script")
+    models = [str(folders.target), str(folders.draft), str(usable_cores()), str(num_draft_tokens)]
+    worker = stack.enter_context(BenchWorker(name, [str(python), str(script), name, mode, *models], pauses=True))
+    worker.wait(PEER_START_S)
+    return worker
 
 
 def finish(settings: BenchSettings, result: Json) -> None:
@@ -232,58 +235,129 @@ def finish(settings: BenchSettings, result: Json) -> None:
     write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
 
 
-def _block(
-    settings: BenchSettings,
-    cell: Cell,
-    backends: Sequence[BenchBackend],
-    floor: BenchWorker,
-    fleet: ServiceAddresses,
-    runner: asyncio.Runner,
-    prompts: Sequence[Sequence[int]],
-) -> Json:
-    """One cell, and where our rounds' time goes."""
-    fitting = [backend for backend in backends if backend.fits(cell)]
-    block = measure_cell(settings, cell, fitting, floor, prompts)
-    for backend in fitting:
-        if isinstance(backend, GatewayBackend) and backend.mode == "sequential" and backend.address == fleet.gateway:
-            measured = measure_rounds(
-                fleet,
-                cell,
-                prompts[: cell.batch],
-                Policy(backend.num_draft_tokens),
-                backend.acceptance,
-                settings.max_tokens,
-                range(settings.seed, settings.seed + min(ROUND_REPEATS, settings.repeats)),
-            )
-            block["ways"][backend.name]["round_ms"] = runner.run(measured)
-    return block
-
-
-def checkpoint_folders(settings: PairSettings, is_expanded: bool, stack: ExitStack) -> tuple[Folders, str]:
-    """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
-    peers load folders."""
-    folders, name = settings.checkpoints()
-    if not is_expanded:
-        return folders, name
-    from outrider.pairs.expansion import write_expanded
-
-    note("making the target large: the same function, about 300M parameters ...")
-    folder = Path(tempfile.mkdtemp(prefix="outrider-bench-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    write_expanded(folders.target, folder / "target")
-    return Folders(folder / "target", folders.draft), f"the expansion of {name}"
-
-
-def _setup(settings: BenchSettings, pair: str, prompt_tokens: int) -> Json:
-    return {
-        "pair": pair,
-        "k": settings.num_draft_tokens,
-        "max_tokens": settings.max_tokens,
-        "prompt_tokens": prompt_tokens,
-        "repeats": settings.repeats,
-        "seed": settings.seed,
-        "cores_awake": settings.keep_awake,
+def describe_way(runs: Sequence[Run], cell: Cell) -> Json:
+    """One way of decoding in one cell."""
+    described: Json = {
+        "tokens_per_s": spread([run.tokens_per_s for run in runs]),
+        "steady_tokens_per_s": spread([run.steady_tokens_per_s for run in runs]),
+        "tokens_per_round": spread([run.tokens_per_round for run in runs]),
+        "rows": spread([run.rows or None for run in runs]),
+        "products_ms": spread([run.products_ms for run in runs]),
+        "share_of_floor": spread([run.share_of_floor(cell.batch) for run in runs]),
+        "overhead_ms": spread([median(run.overhead_us) / 1e3 if run.overhead_us else None for run in runs]),
     }
+    stats = [found for run in runs for found in run.stats]
+    if any(found.num_draft_tokens for found in stats):
+        described["accepted"] = column_sums([found.num_accepted_per_position for found in stats])
+        described["tested"] = column_sums([found.num_tested_per_position for found in stats])
+    return {name: value for name, value in described.items() if value is not None}
+
+
+def ratios(runs: Mapping[str, Sequence[Run]]) -> Json:
+    """Each of our speculating ways over plain decoding and the peers', auto over every way, and our plain decoding over
+    the peers', repeat by repeat."""
+    found: Json = {}
+    for mine in (*OURS, PLAIN):
+        for other in runs:
+            if mine not in runs or other == mine or (other in OURS and mine != AUTO):
+                continue
+            pairs = zip(runs[mine], runs[other], strict=True)
+            found[f"{mine} / {other}"] = spread([ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs])
+    return found
+
+
+def last_result(folder: Path, machine: Json, setup: Json) -> Json | None:
+    """The newest stored result of the same machine description and setup."""
+    found: list[Json] = []
+    for path in folder.glob("*.json"):
+        result: Json = json.loads(path.read_text(encoding="utf-8"))
+        if result["machine"] == machine and setup.items() <= result["setup"].items():  # older ones say more
+            found.append(result)
+    return max(found, key=lambda result: str(result["when"]), default=None)
+
+
+def moved(old: Json, new: Json) -> list[str]:
+    """What moved by more than the spread: either median lies outside the other's range. What was measured only once
+    has no spread, and is left out."""
+    before = dict(_figures(old))
+    lines = []
+    for name, now in _figures(new):
+        then = before.get(name)
+        if then is None or min(len(then["values"]), len(now["values"])) < 2:
+            continue
+        if _outside(now["median"], then) and _outside(then["median"], now):
+            word = "better" if now["median"] > then["median"] else "worse"
+            lines.append(f"{name}: {then['median']:.2f} -> {now['median']:.2f}, {word}")
+    return lines
+
+
+def _figures(result: Json) -> Iterator[tuple[str, Json]]:
+    for block in result["blocks"]:
+        for name, ratio in block["ratios"].items():
+            yield f"{title(block)}: {name}", ratio
+        for name, way in block["ways"].items():
+            if "share_of_floor" in way:
+                yield f"{title(block)}: {name}, share of floor", way["share_of_floor"]
+
+
+def _outside(value: float, found: Json) -> bool:
+    return not found["min"] <= value <= found["max"]
+
+
+def render(result: Json) -> Iterator[str]:
+    """All blocks; numbers are medians, with least and greatest in brackets."""
+    yield where(result)
+    for block in result["blocks"]:
+        yield ""
+        yield f"{title(block)}  ({_probes(block)})"
+        yield from _speeds(block)
+        yield from _ratios(block)
+        yield from _acceptance(block)
+
+
+def _speeds(block: Json) -> Iterator[str]:
+    rows = [("", "tokens/s", "tokens/round", "rows", "products ms", "share of floor", "overhead ms")]
+    for name, way in block["ways"].items():
+        rows.append(
+            (
+                name,
+                bracketed(way.get("tokens_per_s"), 1),
+                median_of(way.get("tokens_per_round"), 2),
+                median_of(way.get("rows"), 0),
+                median_of(way.get("products_ms"), 1),
+                bracketed(way.get("share_of_floor"), 2),
+                bracketed(way.get("overhead_ms"), 2),
+            )
+        )
+    yield from align(rows)
+
+
+def _ratios(block: Json) -> Iterator[str]:
+    if block["ratios"]:
+        yield ""
+        yield from align([(name, bracketed(ratio, 2)) for name, ratio in block["ratios"].items()])
+
+
+def _acceptance(block: Json) -> Iterator[str]:
+    rows = [
+        (name, *(f"{part}/{whole}" for part, whole in zip(way["accepted"], way["tested"], strict=True)))
+        for name, way in block["ways"].items()
+        if "tested" in way
+    ]
+    if rows:
+        yield ""
+        width = max(map(len, rows))
+        head = ("accepted/tested", *(str(position) for position in range(1, width)))
+        yield from align([head, *(row + ("",) * (width - len(row)) for row in rows)])
+
+
+def _probes(block: Json) -> str:
+    probes = block["probe"].values()
+    copies, products = ([probe[name] for probe in probes] for name in ("copy_gb_s", "product_gflop_s"))
+    return (
+        f"copy {min(copies):.0f}-{max(copies):.0f} GB/s, product {min(products):.0f}-{max(products):.0f} GFLOP/s, "
+        f"before and after; {other_programs(block.get('foreign_cpus'))}"
+    )
 
 
 if __name__ == "__main__":

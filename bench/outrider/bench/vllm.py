@@ -13,25 +13,44 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from outrider.bench import peers
-from outrider.bench.command import PairSettings, note, report_failures
-from outrider.bench.machine import CoreSpinner, ForeignLoad, describe
-from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend
-from outrider.bench.pair import checkpoint_folders
-from outrider.bench.processes import PEER_START_S, start_peer, wait_for_draft
+from outrider.bench.harness import (
+    EXPAND,
+    PEER_START_S,
+    Batches,
+    PairSettings,
+    Temperatures,
+    report_failures,
+    start_service,
+    wait_for_draft,
+)
+from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend, alternate
+from outrider.bench.pair import start_peer
 from outrider.bench.prompts import read_prompts
-from outrider.bench.results import Json, bracketed, markdown, new_result, other_programs, spread, store, title, where
-from outrider.cli.local_services import LOOPBACK, Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
+from outrider.bench.results import (
+    ForeignLoad,
+    Json,
+    bracketed,
+    markdown,
+    new_result,
+    note,
+    other_programs,
+    spread,
+    store,
+    title,
+    where,
+)
+from outrider.cli.local_services import Folders, Services
+from outrider.cli.terminal import load_tokenizer, parse
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -40,6 +59,10 @@ PLAIN, OWN = "vllm plain", "vllm draft"
 ENGINES = ("vllm", "outrider")
 CACHE_MB = 1024
 QUICK = {"expand": False, "batches": (1,), "temperatures": (0.0,), "repeats": 1, "max_tokens": 24, "store": False}
+COLUMNS = {  # of a way, and what the table calls them
+    "tokens_per_s": "tokens/s", "over_plain": "over vllm plain", "over_own_draft": "over vllm draft",
+    "tokens_per_round": "tokens a round",
+}  # fmt: skip
 
 
 class VllmBenchSettings(PairSettings):
@@ -47,13 +70,9 @@ class VllmBenchSettings(PairSettings):
 
     section: ClassVar[str] = "bench_vllm"
 
-    expand: bool = Field(True, description="make the embedded target large: the same function, about 300M parameters")
-    batches: Annotated[tuple[Annotated[int, Field(ge=1, le=16)], ...], BeforeValidator(split_ids)] = Field(
-        (1, 4), min_length=1, description="numbers of streams at once, as in 1,4"
-    )
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(split_ids)] = Field(
-        (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
-    )
+    expand: bool = Field(True, description=EXPAND)
+    batches: Batches = Field((1, 4), min_length=1, description="numbers of streams at once, as in 1,4")
+    temperatures: Temperatures = Field((0.0, 1.0), min_length=1, description="temperatures, as in 0,1")
     mode: Literal["sequential", "chains", "branches", "auto"] = Field("chains", description="how gateways speculate")
     max_tokens: int = Field(48, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(5, ge=1, le=100, description="runs of each way, in random order")
@@ -66,13 +85,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m outrider.benc
     settings = parse(VllmBenchSettings, sys.argv[1:] if argv is None else argv, prog, __doc__ or "")
     settings = settings.filled(QUICK) if settings.quick else settings
 
-    def work() -> int:
+    def work() -> None:
         result = run(settings)
         print("\n".join(render(result)))
         settings.write(result)
         if settings.store:
             print(f"\nstored in {store(settings.results, result)}")
-        return 0
 
     return report_failures(prog, work)
 
@@ -81,20 +99,16 @@ def run(settings: VllmBenchSettings) -> Json:
     """Every cell."""
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        folders, name = checkpoint_folders(settings, settings.expand and settings.target is None, stack)
+        folders, name = settings.expanded(settings.expand, stack)
         prompts = read_prompts(load_tokenizer(folders.target, "target"), None, max(settings.batches))
         setup = {
             "pair": name, "k": settings.num_draft_tokens, "mode": settings.mode, "max_tokens": settings.max_tokens,
             "repeats": settings.repeats, "cache_mb": CACHE_MB,
         }  # fmt: skip
-        result = new_result(describe(), setup)
+        result = new_result(setup)
         backends, result["cache_tokens"] = start(stack, runner, settings, folders)
-        stack.enter_context(CoreSpinner(settings.keep_awake))
-        result["cells"] = []
-        for batch in settings.batches:
-            for temperature in settings.temperatures:
-                result["cells"].append(measure(settings, Cell(batch, temperature), backends, prompts))
-        return result
+        cells = [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]
+        return result | {"cells": [measure(settings, cell, backends, prompts) for cell in cells]}
 
 
 def start(
@@ -103,50 +117,34 @@ def start(
     """The ways, and how many tokens the target's keys and values have room for in each engine."""
     backends: list[BenchBackend] = []
     room: dict[str, int] = {}
-    script = Path(peers.__file__)
-    for mode, worker in start_peer(stack, script, "vllm", Path(sys.executable), folders, settings.num_draft_tokens):
+    script, k = Path(peers.__file__), settings.num_draft_tokens
+    for mode in ("plain", "draft"):
+        worker = start_peer(stack, script, "vllm", mode, Path(sys.executable), folders, k)
         note(f"vllm {mode} is ready")
         backends.append(WorkerBackend(f"vllm {mode}", worker, mode))
         room[f"vllm {mode}"] = worker.ready["cache_tokens"]
     services = stack.enter_context(Services())
-    draft = services.start("draft", [*common("draft"), "--model", str(folders.draft)])
+    draft = start_service(services, "draft", "--model", folders.draft)
     services.wait(draft, settings.start_timeout)
     for engine in ENGINES:
-        target = services.start("target", [*common("target"), *target_flags(engine), "--model", str(folders.target)])
-        services.wait(target, PEER_START_S)
-        gateway = services.start(
-            "gateway",
-            [
-                *common("gateway"),
-                "--target",
-                target.address,
-                "--draft",
-                draft.address,
-                "--tokenizer",
-                str(folders.target),
-            ],
-        )
+        target = start_service(services, "target", *target_flags(engine), "--model", folders.target)
+        at = ("--target", services.wait(target, PEER_START_S), "--draft", draft.address)
+        gateway = start_service(services, "gateway", *at, "--tokenizer", folders.target)
         services.wait(gateway, settings.start_timeout)
         runner.run(wait_for_draft(gateway.address, settings.start_timeout))
         note(f"a target on {engine} is ready")
         room[f"{engine}, remote drafts"] = runner.run(tokens_of(target.address))
-        k = settings.num_draft_tokens
         for name, drafted in ((f"{engine}, remote drafts", k), (f"{engine} behind the gateway, plain", 0)):
             backends.append(GatewayBackend(name, runner, gateway.address, drafted, AcceptanceRule.AUTO, settings.mode))
     return backends, room
 
 
-def common(service: str) -> tuple[str, ...]:
-    """Of a service's command line."""
-    return (service, "--listen", LOOPBACK, "--grace-s", "0")
-
-
 def target_flags(engine: str) -> tuple[str, ...]:
-    """As peers' engines are made: float32, compiled by vLLM, and no prompt is kept."""
+    """As peers' engines are made: float32, and compiled by vLLM."""
     compiled = ("--engine-args", json.dumps({"enforce_eager": False})) if engine == "vllm" else ()
     return (
         *compiled,
-        "--engine", engine, "--dtype", "float32", "--no-prefix-cache", "--cache-mb", str(CACHE_MB),
+        "--engine", engine, "--dtype", "float32", "--cache-mb", str(CACHE_MB),
         "--max-model-len", str(peers.CONTEXT),
     )  # fmt: skip
 
@@ -164,36 +162,27 @@ async def tokens_of(address: str) -> int:
 def measure(
     settings: VllmBenchSettings, cell: Cell, backends: Sequence[BenchBackend], prompts: Sequence[Sequence[int]]
 ) -> Json:
-    """All repeats of a cell, after one of each way that counts for nothing."""
+    """All repeats of a cell; ratios are formed repeat by repeat."""
 
     def decode(backend: BenchBackend, seed: int) -> Run:
         return backend.decode(cell, prompts[: cell.batch], settings.max_tokens, seed)
 
-    order, foreign = random.Random(settings.seed), ForeignLoad()
-    for backend in backends:
-        decode(backend, settings.seed)
-    speeds: dict[str, list[float]] = {backend.name: [] for backend in backends}
-    per_round: dict[str, list[float | None]] = {backend.name: [] for backend in backends}
-    for repeat in range(settings.repeats):
-        for backend in order.sample(backends, len(backends)):
-            done = decode(backend, settings.seed + repeat)
-            speeds[backend.name].append(done.tokens_per_s)
-            per_round[backend.name].append(done.tokens_per_round)
-        note(
-            f"  {repeat + 1} of {settings.repeats}: {', '.join(f'{n} {s[-1]:.1f}' for n, s in speeds.items())} tokens/s"
-        )
-    return {
-        "batch": cell.batch,
-        "temperature": cell.temperature,
+    foreign = ForeignLoad()
+    runs = alternate(backends, decode, settings.repeats, settings.seed)
+
+    def over(own: Sequence[Run], other: str) -> Json | None:
+        return spread([one.tokens_per_s / its.tokens_per_s for one, its in zip(own, runs[other], strict=True)])
+
+    return asdict(cell) | {
         "other_programs": foreign.cpus(),
         "ways": {
             name: {
-                "tokens_per_s": spread(own),
-                "over_plain": spread([one / plain for one, plain in zip(own, speeds[PLAIN], strict=True)]),
-                "over_own_draft": spread([one / draft for one, draft in zip(own, speeds[OWN], strict=True)]),
-                "tokens_per_round": spread(per_round[name]),
+                "tokens_per_s": spread([run.tokens_per_s for run in own]),
+                "over_plain": over(own, PLAIN),
+                "over_own_draft": over(own, OWN),
+                "tokens_per_round": spread([run.tokens_per_round for run in own]),
             }
-            for name, own in speeds.items()
+            for name, own in runs.items()
         },
     }
 
@@ -208,19 +197,8 @@ def render(result: Json) -> Iterator[str]:
     )
     for block in result["cells"]:
         yield f"\n{title(block)}; {other_programs(block['other_programs'])}\n"
-        yield from markdown(
-            ("way", "tokens/s", "over vllm plain", "over vllm draft", "tokens a round"),
-            [
-                (
-                    name,
-                    *(
-                        bracketed(way[key])
-                        for key in ("tokens_per_s", "over_plain", "over_own_draft", "tokens_per_round")
-                    ),
-                )
-                for name, way in block["ways"].items()
-            ],
-        )
+        rows = [(name, *(bracketed(way[key]) for key in COLUMNS)) for name, way in block["ways"].items()]
+        yield from markdown(("way", *COLUMNS.values()), rows)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ COMMANDS = {
     "reload": Command("outrider.cli.reload", "put other weights in a draft's place while it serves"),
     "adapter": Command("outrider.cli.adapter", "load and unload a target's adapters while it serves"),
     "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
-    "compare": Command(
-        "outrider.bench.compare.__main__", "measure every method of drafting on the same prompts", "bench"
-    ),
+    "compare": Command("outrider.bench.compare", "measure every method of drafting on the same prompts", "bench"),
     "bench": Command(
         "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
     ),
@@ -54,17 +52,13 @@ COMMANDS = {
 }
 # Commands of two words. Their first words are commands, too, that take no bare argument.
 SUBCOMMANDS = {
-    "bench network": Command(
-        "outrider.bench.network.__main__", "measure what the network between the services costs", "bench"
-    ),
+    "bench network": Command("outrider.bench.network", "measure what the network between the services costs", "bench"),
     "bench gateway": Command(
-        "outrider.bench.gateway.__main__",
+        "outrider.bench.gateway",
         "measure what a round costs a gateway, and how many streams it carries",
         "bench",
     ),
-    "bench serve": Command(
-        "outrider.bench.load.__main__", "load a server: latencies, throughput and acceptance", "bench"
-    ),
+    "bench serve": Command("outrider.bench.load", "load a server: latencies, throughput and acceptance", "bench"),
 }
 
 USAGE = "usage: outrider COMMAND [OPTIONS]\n       outrider COMMAND --help\n       outrider --version\n"

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from outrider.planner.estimates import Acceptance, StepTime
-from outrider.planner.simulate import Clock, Device
+from outrider.planner.simulate import Device, Timers
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, StepTimings
 from outrider.rpc.sampling_params import FinishReason
 
@@ -196,7 +196,7 @@ class TargetStream:
 class VirtualTarget:
     """The target service: `costs` are a step's microseconds by its rows."""
 
-    def __init__(self, clock: Clock, costs: StepTime, policy: StepPolicy) -> None:
+    def __init__(self, clock: Timers, costs: StepTime, policy: StepPolicy) -> None:
         self._clock, self._costs, self._policy = clock, costs, policy
         self.device = Device(clock, self._step)
         self.streams: dict[int, TargetStream] = {}
@@ -440,7 +440,7 @@ class DraftStream:
 class VirtualDraft:
     """The draft service: `costs` are a pass's microseconds by its rows, one for each chain and branch."""
 
-    def __init__(self, clock: Clock, costs: StepTime, quality: DraftQuality) -> None:
+    def __init__(self, clock: Timers, costs: StepTime, quality: DraftQuality) -> None:
         self._costs, self._quality = costs, quality
         self.device = Device(clock, self._step)
         self.streams: dict[int, DraftStream] = {}

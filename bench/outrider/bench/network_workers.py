@@ -1,38 +1,51 @@
-"""Networks between the services, by name, and the TCP proxies that make them.
+"""The processes of the network bench: TCP proxies that make networks between the services, and a draft whose passes are
+stretched.
 
-`5` is 5 ms each way on each link, `0.2v` a share of the time of a verification, `0v` is what stands between the
-services and adds no delay, where `0` is loopback alone; `5~2` has up to 2 ms of jitter more or less, `5!200` stands
-still for 200 ms every now and then. Order is kept, as TCP keeps it.
+    python -m outrider.bench.network_workers proxy UPSTREAM...
+    python -m outrider.bench.network_workers draft ARGUMENTS of outrider draft
 
-The proxies run as a worker: `python -m outrider.bench.network.proxy UPSTREAM...`. It is ready with {"addresses"};
-{"delay_ms", "jitter_ms", "stall_ms", "seed"} sets what holds from then on, for open connections too.
-
-The loop waits in select(), whose timeouts are exact to microseconds; epoll's are whole milliseconds."""
+The proxies are ready with {"addresses"}; {"delay_ms", "jitter_ms", "stall_ms", "seed"} sets what holds from then on,
+for open connections too. Their loop waits in select(), whose timeouts are exact to microseconds; epoll's are whole
+milliseconds. The draft is ready with {"address"}, and takes {"pass_ms"} at any time: it sleeps for what a pass of its
+model is to last longer, which leaves the cores to others."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import random
 import re
 import selectors
+import signal
 import sys
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.worker import Send, take_output
+from outrider.bench.harness import Send, answer_requests, take_output
+from outrider.cli.__main__ import main as run_command
+from outrider.cli.local_services import LISTENING
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 
 NOTATION = re.compile(r"(?P<delay>\d+(?:\.\d+)?)(?P<relative>v?)(?:~(?P<jitter>\d+(?:\.\d+)?))?(?:!(?P<stall>\d+))?")
 STALL_EVERY_S = 2.0  # from the end of one stall to the next, on average
 CROSSINGS = 4  # a round trip: target to gateway to draft, and back
+CHUNK = 1 << 16
+Queue = asyncio.Queue[tuple[float, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a network does to each link, in milliseconds."""
+    """What a network does to each link, in milliseconds: `5` is 5 ms each way on each link, `0.2v` a share of the time
+    of a verification, `0v` is what stands between the services and adds no delay, where `0` is loopback alone; `5~2`
+    has up to 2 ms of jitter more or less, `5!200` stands still for 200 ms every now and then. Order is kept."""
 
     name: str
     delay: float  # each way
@@ -102,10 +115,6 @@ class LinkDirection:
         late = self._rng.uniform(-self._jitter_s, self._jitter_s) if self._jitter_s else 0.0
         self._last = self._stalls.after(max(self._last, now + max(0.0, self._delay_s + late)))
         return self._last
-
-
-CHUNK = 1 << 16
-Queue = asyncio.Queue[tuple[float, bytes]]
 
 
 class DelayProxy:
@@ -179,7 +188,7 @@ async def _give(queue: Queue, sink: asyncio.StreamWriter) -> None:
         sink.close()
 
 
-async def serve(upstreams: Sequence[str], send: Send) -> None:
+async def serve_proxies(upstreams: Sequence[str], send: Send) -> None:
     """Says where the proxies listen, then takes conditions until the input ends."""
     proxies = [DelayProxy(upstream) for upstream in upstreams]
     send({"addresses": [await proxy.start() for proxy in proxies]})
@@ -195,6 +204,66 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
 
+class PassPacer:
+    """How long a pass takes at least. Set from any thread."""
+
+    def __init__(self) -> None:
+        self.pass_s = 0.0
+
+    def stretch_passes(self) -> None:
+        """Makes every draft model of this process take its time: a pass, its sampling included, with any number of
+        rows, as on a device whose memory is the limit."""
+        run = DraftModelProposer.run
+
+        def paced(
+            proposer: DraftModelProposer, rows: Sequence[DraftRows], counts: Sequence[int]
+        ) -> list[list[DraftedToken]]:
+            end = time.perf_counter() + self.pass_s * counts[0]  # one a pass
+            drafted = run(proposer, rows, counts)
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return drafted
+
+        setattr(DraftModelProposer, "run", paced)  # noqa: B010  # for this process, on purpose
+
+
+class Announcement(io.StringIO):
+    """Takes what the service prints, and passes its address on."""
+
+    def __init__(self, send: Send) -> None:
+        super().__init__()
+        self._send = send
+
+    def write(self, text: str) -> int:
+        """Looks for the line that says where the service listens."""
+        written = super().write(text)
+        if "\n" in text and (found := re.search(LISTENING, self.getvalue())):
+            self._send({"address": found[1]})
+            self.seek(0)
+            self.truncate()
+        return written
+
+
+def serve_draft(argv: Sequence[str]) -> int:
+    """Serves until the input ends."""
+    send = take_output()
+    pace = PassPacer()
+    pace.stretch_passes()
+    threading.Thread(target=_take_orders, args=(pace, send), daemon=True).start()
+    with redirect_stdout(Announcement(send)):
+        return run_command(["draft", *argv])
+
+
+def _take_orders(pace: PassPacer, send: Send) -> None:
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        pace.pass_s = question["pass_ms"] / 1e3
+        return question
+
+    answer_requests(handle, send)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "draft":
+        sys.exit(serve_draft(sys.argv[2:]))
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve(sys.argv[1:], take_output()))
+        runner.run(serve_proxies(sys.argv[2:], take_output()))

@@ -5,20 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from outrider.bench.command import note, report_failures
-from outrider.bench.compare.report import describe_set, differences, tables
-from outrider.bench.compare.requests import read_requests
-from outrider.bench.compare.runs import Method, Options, Place, Run, Way, measure, services_of, serving
+from outrider.bench.compare_runs import (
+    PLAIN,
+    CompareRequest,
+    Method,
+    Options,
+    Place,
+    Run,
+    Way,
+    measure,
+    read_requests,
+    services_of,
+    serving,
+)
 from outrider.bench.figures import draw_compare, write_figure
-from outrider.bench.machine import ForeignLoad, describe
-from outrider.bench.results import Json, dump, new_result, other_programs
+from outrider.bench.harness import EXPAND, report_failures
+from outrider.bench.results import (
+    ForeignLoad,
+    Json,
+    bracketed,
+    column_sums,
+    dump,
+    median_of,
+    new_result,
+    note,
+    other_programs,
+    shares,
+    spread,
+)
 from outrider.cli.local_services import leave_on_signals
 from outrider.cli.serve import MTP, ServeSettings
 from outrider.cli.terminal import parse, split_ids
@@ -27,6 +48,9 @@ from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, l
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 from outrider.target_service.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ALL = "all"
 CompareMode = Literal["sequential", "chains", "branches", "auto"]
@@ -62,7 +86,7 @@ class CompareSettings(ServiceSettings, EngineSettings):
         True, description="methods without a model draft in this process, as in a gateway with --draft METHOD"
     )
     in_process: bool = Field(False, description="the target runs in this process, too, as with LLM")
-    expand: bool = Field(False, description="make the target large: the same function, about 300M parameters (Llama)")
+    expand: bool = Field(False, description=EXPAND)
     num_draft_tokens: int = Field(8, ge=1, le=32, description="tokens drafted a round; in mode auto at most")
     max_tokens: int = Field(128, ge=1, description="tokens of an answer, where its prompt says nothing else")
     temperature: float = Field(0.0, ge=0, description="0 is greedy, where a prompt says nothing else")
@@ -158,12 +182,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider compare") -> i
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(CompareSettings, arguments, prog, DESCRIPTION, bare=("target", "files"))
     leave_on_signals()
-
-    def work() -> int:
-        finish(settings, asyncio.run(run(settings)))
-        return 0
-
-    return report_failures(prog, work)
+    return report_failures(prog, lambda: finish(settings, asyncio.run(run(settings))))
 
 
 async def run(settings: CompareSettings) -> Json:
@@ -178,7 +197,7 @@ async def run(settings: CompareSettings) -> Json:
             repeats.append(found)
             note(f"  {len(repeats)} of {settings.repeats}")
         others = load.cpus()
-    result = new_result(describe(), _setup(settings, served)) | {"other_programs": others}
+    result = new_result(_setup(settings, served)) | {"other_programs": others}
     result["sets"] = [
         describe_set(path, requests, [repeat[place] for repeat in repeats])
         for place, (path, requests) in enumerate(zip(settings.files, files, strict=True))
@@ -203,17 +222,81 @@ def finish(settings: CompareSettings, result: Json) -> None:
 
 def _setup(settings: CompareSettings, served: Sequence[tuple[Method, ServeSettings]]) -> Json:
     return {
-        "target": settings.target.name,
-        "methods": [method.name for method, _ in served],
-        **asdict(settings.place),
-        "modes": list(settings.modes),
-        "k": settings.num_draft_tokens,
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "repeats": settings.repeats,
-        "threads": settings.threads,
+        "target": settings.target.name, "methods": [method.name for method, _ in served], **asdict(settings.place),
+        "modes": list(settings.modes), "k": settings.num_draft_tokens, "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature, "repeats": settings.repeats, "threads": settings.threads,
         "seed": settings.seed,
-    }
+    }  # fmt: skip
+
+
+def describe_set(path: Path, requests: Sequence[CompareRequest], repeats: Sequence[Mapping[Way, Run]]) -> Json:
+    """One file: of every way the medians over the repeats, and its speed over plain decoding's, repeat by repeat."""
+    plain = Way()
+    counted = sum(request.counts for request in requests)
+    ways = {}
+    for way in repeats[0]:
+        runs = [repeat[way] for repeat in repeats]
+        speeds = [run.num_tokens / run.seconds for run in runs]
+        plain_speeds = [repeat[plain].num_tokens / repeat[plain].seconds for repeat in repeats]
+        ways[way.name] = {
+            "method": PLAIN if way.method is None else way.method.name,
+            "mode": way.mode,
+            "tokens_per_round": spread([run.tokens_per_round for run in runs]),
+            "draft_ms": spread([run.draft_ms for run in runs]),
+            "tokens_per_s": spread(speeds),
+            "over_plain": spread([own / other for own, other in zip(speeds, plain_speeds, strict=True)]),
+            "off": spread([run.share_off for run in runs]),
+            "accepted": column_sums([run.tally.accepted_per_position for run in runs]),
+            "tested": column_sums([run.tally.tested_per_position for run in runs]),
+            "forced": sum(run.tally.num_forced_tokens for run in runs),
+            "forced_accepted": sum(run.tally.num_accepted_forced_tokens for run in runs),
+            "different": sum(run.num_different for run in runs),
+        }
+    return {"name": path.stem, "prompts": counted, "ways": ways}
+
+
+def tables(result: Json) -> Iterator[Table]:
+    """A table a file: a row a method. What a round brought is of the first mode, where the number of drafted tokens is
+    fixed unless that is auto; speeds are of every mode. Forced tokens are there where a prompt has a schema."""
+    from rich.table import Table
+
+    modes = result["setup"]["modes"]
+    for found in result["sets"]:
+        ways: Json = found["ways"]
+        table = Table(title=f"{found['name']}: {found['prompts']} prompts", title_justify="left")
+        for head in ("method", "tokens/round", "draft ms/round", *(f"{mode} / plain" for mode in modes), "auto off"):
+            if head != "auto off" or "auto" in modes:
+                table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        forces = any(way["forced"] for way in ways.values())
+        if forces:
+            table.add_column("forced", justify="right", no_wrap=True)
+        table.add_column("accepted at 1, 2, ...", no_wrap=True)
+        speed = f"{median_of(ways[PLAIN]['tokens_per_s'], 1)} tokens/s"
+        table.add_row(PLAIN, "1.00", "", speed)
+        for method in dict.fromkeys(way["method"] for way in ways.values() if way["method"] != PLAIN):
+            by_mode = [ways[f"{method}, {mode}"] for mode in modes]
+            first, automatic = by_mode[0], [way for way in by_mode if way["mode"] == "auto"]
+            table.add_row(
+                method,
+                median_of(first["tokens_per_round"], 2),
+                median_of(first["draft_ms"], 2),
+                *(bracketed(way["over_plain"]) for way in by_mode),
+                *(f"{way['off']['median']:.0%}" for way in automatic),
+                *([f"{first['forced_accepted']}/{first['forced']}"] if forces else []),
+                " ".join(f"{share:.2f}" for share in shares(first)),
+            )
+        yield table
+
+
+def differences(result: Json) -> Iterator[str]:
+    """Answers that are not plain decoding's: a line a way that had any."""
+    for found in result["sets"]:
+        for name, way in found["ways"].items():
+            if way["different"]:
+                yield (
+                    f"{found['name']}, {name}: {way['different']} answers are not plain decoding's: near-ties, which "
+                    "the number of rows in a step decides (OUTRIDER_TARGET__BATCH_INVARIANT=true rules them out)"
+                )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,36 @@
-"""The ways of decoding that the network bench compares, each as one run of a batch, and what a run's rounds say."""
+"""All that runs in the network bench, and what a run of it says. Target and draft have cores of their own, delay
+proxies stand in front of both, co-located engines run on the target's cores and on all; the gateway's engine runs in
+the bench itself, so that every round is at hand."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Self
 
-from outrider.bench.worker import BenchWorker
-from outrider.gateway.engine import GenerationEngine
+from outrider.bench.harness import GRACE_S, BenchWorker, start_service
+from outrider.bench.network_workers import Network
+from outrider.bench.results import Cores
+from outrider.cli.local_services import LOOPBACK, Folders, Service, Services
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
 from outrider.rpc.sampling_params import SamplingParams
+
+PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO = "plain", "sequential", "chains", "branches", "auto"
+COLOCATED, COLOCATED_ALL = "colocated", "colocated-all"  # on the target's cores; on the draft's too
+SERVICES = (PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO)
+COLOCATED_ON = (COLOCATED, COLOCATED_ALL)
+MAX_ACTIVE = 64
+OnRound = Callable[[Round], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +83,6 @@ def _num_tokens(rounds: Sequence[Round]) -> int:
     return sum(len(closed.commit.ids) for closed in rounds)
 
 
-PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO = "plain", "sequential", "chains", "branches", "auto"
-COLOCATED, COLOCATED_ALL = "colocated", "colocated-all"  # on the target's cores; on the draft's too
-SERVICES = (PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO)
-OnRound = Callable[[Round], None]
-
-
 @dataclass(frozen=True, slots=True)
 class NetworkBatch:
     """What is decoded in one run."""
@@ -113,13 +121,12 @@ class ServicesBackend:
         """One completion's rounds. `auto` chooses the number of drafted tokens, too."""
         k = None if self.mode == AUTO else batch.num_draft_tokens
         speculation = SpeculationOptions(num_draft_tokens=k, mode=self.mode)
-        request = GenerationRequest(
-            token_ids=batch.prompts[index],
-            sampling=SamplingParams(
-                temperature=batch.temperature, max_tokens=batch.max_tokens, ignore_eos=True, seed=batch.seeds[index]
-            ),
-            speculation=SpeculationOptions(enabled=False) if self.mode == PLAIN else speculation,
+        if self.mode == PLAIN:
+            speculation = SpeculationOptions(enabled=False)
+        sampling = SamplingParams(
+            temperature=batch.temperature, max_tokens=batch.max_tokens, ignore_eos=True, seed=batch.seeds[index]
         )
+        request = GenerationRequest(token_ids=batch.prompts[index], sampling=sampling, speculation=speculation)
         rounds: list[Round] = []
         async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
@@ -172,3 +179,106 @@ class BranchWatcher:
             on_event(event)
 
         return self.drafter.open(request, listen)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the processes are started with."""
+
+    folders: Folders
+    cores: Cores
+    expand: bool
+    num_draft_tokens: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The gateway's engine over one pair of addresses."""
+
+    engine: GenerationEngine
+    watcher: BranchWatcher
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFleet:
+    """Everything that runs."""
+
+    setup: Setup
+    target: Service
+    draft: BenchWorker
+    proxy: BenchWorker
+    direct: Gateway
+    proxied: dict[str, Gateway]  # one for each network, since its controller learns what it is like
+    colocated: dict[str, BenchWorker]
+
+    async def set_network(self, network: Network, verify_ms: float, seed: int) -> None:
+        """From now on between the proxied services."""
+        conditions = {"jitter_ms": network.jitter_ms, "stall_ms": network.stall_ms, "seed": seed}
+        await asyncio.to_thread(self.proxy.ask, conditions | {"delay_ms": network.delay_ms(verify_ms)})
+
+    async def set_pass_ms(self, pass_ms: float) -> None:
+        """How long a pass of the draft service takes at least."""
+        await asyncio.to_thread(self.draft.ask, {"pass_ms": pass_ms})
+
+    def backend(self, mode: str, network: Network, pass_ms: float) -> NetworkBackend:
+        """A mode over a network; loopback alone goes around the proxies."""
+        if mode in self.colocated:
+            return ColocatedBackend(self.colocated[mode], pass_ms)
+        gateway = self.direct if network.is_direct else self.proxied[network.name]
+        return ServicesBackend(gateway.engine, gateway.watcher, mode)
+
+
+@asynccontextmanager
+async def start_network_fleet(
+    setup: Setup, modes: Sequence[str], networks: Iterable[Network]
+) -> AsyncIterator[NetworkFleet]:
+    """Starts all that the modes and networks need, and ends it. Raises ServiceFailed or BenchWorkerFailed."""
+    async with AsyncExitStack() as stack:
+        services = stack.enter_context(Services())
+        threads, expanded = str(setup.cores.target_threads), ("--expand",) if setup.expand else ()
+        arguments = ("--model", setup.folders.target, "--threads", threads, *expanded)
+        target = start_service(services, "target", *arguments, cores=setup.cores.target)
+        draft = stack.enter_context(start_draft(setup))
+        colocated = {name: stack.enter_context(_colocated(setup, name)) for name in modes if name in COLOCATED_ON}
+        await asyncio.to_thread(services.wait, target, setup.timeout_s)
+        for worker in (*colocated.values(), draft):
+            await asyncio.to_thread(worker.wait, setup.timeout_s)
+        draft_address = draft.ready["address"]
+        workers = "network_workers", "proxy", target.address, draft_address
+        proxy = stack.enter_context(BenchWorker.of_module("proxy", *workers))
+        addresses = (await asyncio.to_thread(proxy.wait, setup.timeout_s))["addresses"]
+        direct = await stack.enter_async_context(connect(setup, target.address, draft_address))
+        proxied = {
+            network.name: await stack.enter_async_context(connect(setup, *addresses))
+            for network in networks
+            if not network.is_direct
+        }
+        yield NetworkFleet(setup, target, draft, proxy, direct, proxied, colocated)
+
+
+@asynccontextmanager
+async def connect(setup: Setup, target: str, draft: str) -> AsyncIterator[Gateway]:
+    """The gateway's engine over two addresses, when both have answered."""
+    async with RemoteTargets([target]) as targets, RemoteDrafts([draft]) as drafts:
+        async with asyncio.timeout(setup.timeout_s):
+            await asyncio.gather(targets.wait_usable(), drafts.wait_usable())
+        watcher = BranchWatcher(drafts)
+        config = EngineConfig(num_draft_tokens=setup.num_draft_tokens, mode="auto", max_active=MAX_ACTIVE)
+        tokenizer = Tokenizer.load(setup.folders.target)
+        yield Gateway(GenerationEngine(tokenizer, targets, watcher, config), watcher)
+
+
+def start_draft(setup: Setup) -> BenchWorker:
+    """A draft service whose passes can be stretched; it does not listen yet."""
+    arguments = ("--model", setup.folders.draft, "--listen", LOOPBACK, "--threads", 1, "--grace-s", GRACE_S)
+    return BenchWorker.of_module("draft", "network_workers", "draft", *arguments, cores=setup.cores.draft)
+
+
+def _colocated(setup: Setup, name: str) -> BenchWorker:
+    """On the target's cores, as where both models share the large device, or on all that the services have."""
+    threads, cores = setup.cores.num_all, tuple[int, ...]()
+    if name == COLOCATED:
+        threads, cores = setup.cores.target_threads, setup.cores.target
+    models = setup.folders.target, setup.folders.draft
+    return BenchWorker.of_module(name, "colocated", *models, threads, *["expand"] * setup.expand, cores=cores)

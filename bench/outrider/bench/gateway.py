@@ -1,9 +1,9 @@
 """`outrider bench gateway`: what a round costs a gateway process, and how many streams one or several can carry.
 
 The gateway is as `outrider gateway` starts it, with metrics and as many processes as wanted; its targets and drafts
-answer by a script at a given pace (peers), and clients in a process of their own read every stream
-(clients). What is said of the gateway it says itself: processor time, rounds and how late its loops wake are
-read from its metrics."""
+compute nothing but counts, at a given pace, and clients in a process of their own read every stream (gateway_peers).
+What is said of the gateway it says itself: processor time, rounds and how late its loops wake are read from its
+metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import asyncio
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,14 +18,18 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BeforeValidator, Field
 
-from outrider.bench.command import PairSettings, note, report_failures
-from outrider.bench.machine import ForeignLoad, describe
-from outrider.bench.processes import wait_for_draft
-from outrider.bench.results import Json, align, median_of, new_result, number, spread, store
-from outrider.bench.worker import BenchWorker, BenchWorkerFailed
+from outrider.bench.harness import (
+    BenchWorker,
+    BenchWorkerFailed,
+    PairSettings,
+    report_failures,
+    scrape,
+    start_service,
+    wait_for_draft,
+)
+from outrider.bench.results import ForeignLoad, Json, align, median_of, new_result, note, number, spread, store
 from outrider.cli.local_services import LOOPBACK, Services
 from outrider.cli.terminal import parse, split_ids
 
@@ -35,6 +38,18 @@ GatewayMode = Literal["plain", "sequential", "chains", "branches", "auto"]
 METRICS = re.compile(r"^gateway metrics on (\S+)$", re.MULTILINE)
 LAG = "outrider_loop_lag_seconds_bucket"
 KEPT_PACE, MOST_LAG_MS = 0.97, 20.0  # what a gateway must do to carry so many streams
+DESCRIPTION = (
+    "Measure what a round costs a gateway process, by mode and number of streams: its processor time, and how late "
+    "its event loop wakes. Targets and drafts compute nothing but counts, so no core is needed for models."
+)
+COLUMNS = {  # of a cell: their digits, and what the table calls them
+    "us_per_round": (0, "us a round"),
+    "rounds_per_s": (1, "rounds/s"),
+    "busy": (2, "busy"),
+    "lag_p50_ms": (2, "lag p50, ms"),
+    "lag_p99_ms": (1, "p99, ms"),
+    "foreign_cpus": (2, "others"),
+}
 
 
 class GatewaySettings(PairSettings):
@@ -78,17 +93,14 @@ class Reading:
         at, num_rounds = time.monotonic(), 0.0
         cpu_s: dict[str, float] = {}
         buckets: dict[str, list[tuple[float, float]]] = {}
-        with urllib.request.urlopen(url) as answer:
-            text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                process = sample.labels.get("process", "")  # none where there is one alone
-                if sample.name == "process_cpu_seconds_total":
-                    cpu_s[process] = sample.value
-                elif sample.name == "outrider_rounds_total":
-                    num_rounds += sample.value
-                elif sample.name == LAG:
-                    buckets.setdefault(process, []).append((float(sample.labels["le"]), sample.value))
+        for sample in scrape(url):
+            process = sample.labels.get("process", "")  # none where there is one alone
+            if sample.name == "process_cpu_seconds_total":
+                cpu_s[process] = sample.value
+            elif sample.name == "outrider_rounds_total":
+                num_rounds += sample.value
+            elif sample.name == LAG:
+                buckets.setdefault(process, []).append((float(sample.labels["le"]), sample.value))
         return cls(at, cpu_s, num_rounds, {process: tuple(sorted(found)) for process, found in buckets.items()})
 
 
@@ -109,39 +121,27 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench gateway"
     """Measures, prints and stores; 1 if a process does not start or dies."""
     settings = parse(GatewaySettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
 
-    def work() -> int:
+    def work() -> None:
         result = measure(settings)
         print("\n".join(render(result)))
         settings.write(result)
         if settings.store:
             print(f"\nstored in {store(settings.results, result)}")
-        return 0
 
     return report_failures(prog, work)
-
-
-DESCRIPTION = (
-    "Measure what a round costs a gateway process, by mode and number of streams: its processor time, and how late "
-    "its event loop wakes. Targets and drafts are scripts that compute nothing, so no core is needed for models."
-)
 
 
 def measure(settings: GatewaySettings) -> Json:
     """Every cell, in turn in every repeat; a gateway of its own for each number of streams."""
     folders, pair = settings.checkpoints()
     setup = {
-        "pair": pair,
-        "k": settings.num_draft_tokens,
-        "rounds_per_s": settings.rounds_per_s,
-        "streams_per_target": settings.streams_per_target,
-        "connections": settings.connections,
-        "processes": settings.processes,
-        "seconds": settings.seconds,
-        "repeats": settings.repeats,
+        "pair": pair, "k": settings.num_draft_tokens, "rounds_per_s": settings.rounds_per_s,
+        "streams_per_target": settings.streams_per_target, "connections": settings.connections,
+        "processes": settings.processes, "seconds": settings.seconds, "repeats": settings.repeats,
         "traced": settings.trace,
-    }
+    }  # fmt: skip
     cells: dict[tuple[str, int], list[Json]] = {}
-    with BenchWorker.of_module("clients", "gateway.clients") as clients:
+    with BenchWorker.of_module("clients", "gateway_peers", "clients") as clients:
         clients.wait(settings.start_timeout)
         for repeat, streams in product(range(settings.repeats), settings.streams):
             note(f"repeat {repeat + 1} of {settings.repeats}: {streams} streams")
@@ -151,42 +151,31 @@ def measure(settings: GatewaySettings) -> Json:
                     run = _run(settings, clients, address, metrics, mode, streams)
                     cells.setdefault((mode, streams), []).append(run)
                 clients.ask({})  # ends the streams
-    return new_result(describe(), setup) | {"cells": [_cell(settings, *cell, runs) for cell, runs in cells.items()]}
+    return new_result(setup) | {"cells": [_cell(settings, *cell, runs) for cell, runs in cells.items()]}
 
 
 def _start(stack: ExitStack, settings: GatewaySettings, folder: Path, streams: int) -> tuple[str, str]:
     """Targets, drafts and a gateway; its address, and its metrics'."""
     num_pairs = -(-streams // settings.streams_per_target)
-    peers = stack.enter_context(
-        BenchWorker.of_module("peers", "gateway.peers", folder, num_pairs, settings.rounds_per_s)
-    )
-    found = peers.wait(settings.start_timeout)
+    peers = BenchWorker.of_module("peers", "gateway_peers", "services", folder, num_pairs, settings.rounds_per_s)
+    found = stack.enter_context(peers).wait(settings.start_timeout)
     services = stack.enter_context(Services())
     arguments = [
-        "gateway", "--target", ",".join(found["targets"]), "--draft", ",".join(found["drafts"]),
-        "--tokenizer", str(folder), "--num-draft-tokens", str(settings.num_draft_tokens),
-        "--listen", LOOPBACK, "--metrics", LOOPBACK,
-        "--processes", str(settings.processes), "--grace-s", "0",
-        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40), "--caller-share", "1",
+        "--target", ",".join(found["targets"]), "--draft", ",".join(found["drafts"]), "--tokenizer", folder,
+        "--num-draft-tokens", settings.num_draft_tokens, "--metrics", LOOPBACK, "--processes", settings.processes,
+        "--max-active", streams, "--max-admitted-tokens", 1 << 40, "--caller-share", 1,
     ]  # fmt: skip
     if settings.trace:
-        arguments += ["--trace-file", "/dev/null", "--trace-rounds", str(1 << 30)]
-    gateway = services.start("gateway", arguments)
+        arguments += ["--trace-file", "/dev/null", "--trace-rounds", 1 << 30]
+    gateway = start_service(services, "gateway", *arguments)
     address = services.wait(gateway, settings.start_timeout)
     asyncio.run(wait_for_draft(address, settings.start_timeout))
     return address, f"http://{gateway.find(METRICS)}/metrics"
 
 
 def _run(settings: GatewaySettings, clients: BenchWorker, address: str, url: str, mode: str, streams: int) -> Json:
-    clients.ask(
-        {
-            "address": address,
-            "connections": settings.connections,
-            "streams": streams,
-            "mode": mode,
-            "k": settings.num_draft_tokens,
-        }
-    )
+    asked = {"address": address, "connections": settings.connections, "streams": streams, "mode": mode}
+    clients.ask(asked | {"k": settings.num_draft_tokens})
     time.sleep(settings.warmup)
     foreign = ForeignLoad()
     before, earlier = Reading.of(url), clients.ask({"count": True})["messages"]
@@ -211,16 +200,6 @@ def _worst_lag_ms(before: Reading, after: Reading, percent: float) -> float | No
     """Of the process whose loop wakes the latest."""
     known = [lag_ms(before.lag_buckets[each], after.lag_buckets[each], percent) for each in before.lag_buckets]
     return max((lag for lag in known if lag is not None), default=None)
-
-
-COLUMNS = {  # of a cell: their digits, and what the table calls them
-    "us_per_round": (0, "us a round"),
-    "rounds_per_s": (1, "rounds/s"),
-    "busy": (2, "busy"),
-    "lag_p50_ms": (2, "lag p50, ms"),
-    "lag_p99_ms": (1, "p99, ms"),
-    "foreign_cpus": (2, "others"),
-}
 
 
 def _cell(settings: GatewaySettings, mode: str, streams: int, runs: Sequence[Json]) -> Json:

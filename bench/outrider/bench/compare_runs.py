@@ -12,8 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
 
-from outrider.bench.compare.requests import CompareRequest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.bench.prompts import read_values
 from outrider.cli.local_services import LOOPBACK, Services
 from outrider.cli.serve import ServeSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
@@ -35,6 +39,43 @@ from outrider.target_service.settings import TargetSettings
 PLAIN = "plain"
 PREDICTION = "prediction"
 WARM_TOKENS = 16
+Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class CompareRequest(BaseModel):
+    """A prompt with all that is its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prompt: Text | Ids = Field(union_mode="left_to_right")
+    prediction: Text | Ids | None = Field(None, union_mode="left_to_right")  # a guess at the answer
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    json_schema: dict[str, Any] | None = None  # that the answer satisfies
+    counts: bool = True  # else it is asked, and learned from, but not measured
+
+
+def read_requests(path: Path, whole: bool = False) -> list[CompareRequest]:
+    """The requests of a file: JSON lines (or a JSON list) of objects, texts or lists of token ids; else a prompt a
+    line, or, if `whole`, the text as one prompt. Raises OSError, and ValueError that names the line and the field."""
+    values = [path.read_text(encoding="utf-8")] if whole else read_values(path)
+    requests = [_request(path, number, value) for number, value in enumerate(values, 1)]
+    if not any(request.counts for request in requests):
+        raise ValueError(f"{path} has no prompt that counts")
+    return requests
+
+
+def _request(path: Path, number: int, value: Any) -> CompareRequest:
+    fields = value if isinstance(value, dict) else {"prompt": value}
+    try:
+        return CompareRequest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0] if first["loc"] else "prompt"
+        allowed = ", ".join(CompareRequest.model_fields)
+        problem = f"is no field; allowed: {allowed}" if first["type"] == "extra_forbidden" else first["msg"].lower()
+        raise ValueError(f"{path}, prompt {number}: {name}: {problem}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +137,16 @@ class Options:
 
     def request(self, asked: CompareRequest, way: Way, number: int, salt: str) -> GenerationRequest:
         """As a client of a gateway would ask."""
-        speculation, prediction = SpeculationOptions(enabled=False), None
+        parts = () if way.method is None else way.method.parts
         schema = None if asked.json_schema is None else StructuredOutput(json_schema=json.dumps(asked.json_schema))
-        if way.method is not None:
-            parts = way.method.parts
-            k = None if way.mode == "auto" else self.num_draft_tokens
-            speculation = SpeculationOptions(
-                num_draft_tokens=k, methods=parts, mode=way.mode, acceptance=AcceptanceRule.COUPLED
-            )
-            prediction = asked.prediction if PREDICTION in parts else None
+        k = None if way.mode == "auto" else self.num_draft_tokens
+        speculation = SpeculationOptions(num_draft_tokens=k, methods=parts, mode=way.mode)
+        if way.method is None:
+            speculation = SpeculationOptions(enabled=False)
         return GenerationRequest(
             text=asked.prompt if isinstance(asked.prompt, str) else None,
             token_ids=None if isinstance(asked.prompt, str) else asked.prompt,
-            prediction=prediction,
+            prediction=asked.prediction if PREDICTION in parts else None,
             sampling=SamplingParams(
                 temperature=self.temperature if asked.temperature is None else asked.temperature,
                 max_tokens=asked.max_tokens or self.max_tokens,
