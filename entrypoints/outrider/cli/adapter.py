@@ -1,4 +1,4 @@
-"""`outrider adapter`: has running targets load or unload a low-rank adapter, or says which they have."""
+"""`outrider admin adapter`: has running targets load or unload a low-rank adapter, or says which they have."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AdapterSettings(ServicesAccessSettings):
         return name, folder
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider adapter") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider admin adapter") -> int:
     """Prints what each target did or has; 1 if one did not do it."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(AdapterSettings, arguments, prog, DESCRIPTION, bare=("action", "adapter"))

@@ -1,4 +1,4 @@
-"""`outrider check-pair`: does a draft fit a target? Compares tokenizers, maps those that differ, and, on a text that
+"""`outrider model check`: does a draft fit a target? Compares tokenizers, maps those that differ, and, on a text that
 both models read, how much their next-token distributions have in common at every position."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CheckPairSettings(ServiceSettings):
         return self
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model check") -> int:
     """Prints the comparison; 1 if the two are no pair or cannot be read."""
     settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch

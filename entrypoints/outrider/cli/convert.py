@@ -1,4 +1,4 @@
-"""`outrider convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
+"""`outrider model convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ConvertSettings(ServiceSettings):
     destination: Path = Field(description="folder to make; also the second bare argument")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider convert") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model convert") -> int:
     """Converts a folder; 1 if it cannot be."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(ConvertSettings, arguments, prog, DESCRIPTION, bare=("source", "destination"))

@@ -176,7 +176,7 @@ def _pairs(seen: Deployment) -> Iterator[Finding]:
                     message = f"does not know the vocabulary of {target.name} yet: a gateway that has it brings it"
                     yield Finding(NOTE, "pair", str(peer), message)
                     continue
-                message = f"{error.message}; its tokens would be refused (outrider check-pair compares two folders)"
+                message = f"{error.message}; its tokens would be refused (outrider model check compares two folders)"
                 yield Finding(PROBLEM, "pair", str(peer), message)
                 continue
             if warning:

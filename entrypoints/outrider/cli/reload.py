@@ -1,4 +1,4 @@
-"""`outrider reload`: has a running draft put other weights in its model's place, and says what they are worth."""
+"""`outrider admin reload`: has a running draft put other weights in its model's place, and says what they are worth."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ReloadSettings(DeploymentAccessSettings):
     )
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider reload") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider admin reload") -> int:
     """Prints both models and their acceptance; 1 where the draft kept its model."""
     settings = parse(ReloadSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     try:

@@ -106,7 +106,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
         description="NAME=DIR: one of the draft's model, by which it drafts for the target's adapter of that name",
     )
     allow_adapter_changes: bool = Field(
-        False, description="adapters may be loaded and unloaded while it serves: outrider adapter"
+        False, description="adapters may be loaded and unloaded while it serves: outrider admin adapter"
     )
     draft_quantization: Literal["int8"] | None = Field(
         None, description="round the draft's weights to 8 bits, on a CPU (as they are)"
