@@ -33,8 +33,8 @@ from outrider.bench.load.requests import (
 from outrider.bench.prompts import choose, read_texts
 from outrider.bench.results import percentile
 from outrider.cli.__main__ import main
+from outrider.cli.arguments import parse
 from outrider.cli.local_services import Services, wait_for_draft
-from outrider.cli.terminal import parse
 from outrider.rpc.errors import Unavailable
 
 ASK = BenchRequest("x", chat=False, max_tokens=4, ignore_eos=False, temperature=0.0, seed=0)

@@ -20,9 +20,10 @@ import pytest
 from support.heads import random_head_of
 from support.services import children_of, needs_proc, outrider, succeed, wait_gone
 
+from outrider.cli.arguments import parse
 from outrider.cli.local_services import ServiceFailed
 from outrider.cli.serve import Running, ServeSettings, watch
-from outrider.cli.terminal import Painter, parse
+from outrider.cli.terminal import Painter
 from outrider.client import SyncClient
 from outrider.draft_service.settings import DraftSettings
 from outrider.pairs import PairPaths, pair_path

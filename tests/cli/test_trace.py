@@ -83,7 +83,7 @@ def test_the_sums_line_by_line(tmp_path: Path) -> None:
 
 
 def test_percentiles_are_of_the_rounds_by_nearest_rank() -> None:
-    rounds = [(index, {"outrider.round": float(index), "outrider.verify": 1.0}) for index in range(201)]
+    rounds = [(index, {"ms": float(index), "verify_ms": 1.0}) for index in range(201)]
     rows = [row.split() for row in sums(rounds)]
     assert rows[-1] == ["round", "20100.00", "100%", "100.00", "180.00", "198.00", "200.00"]
     assert rows[4] == ["verify", "201.00", "1%", *["1.00"] * 4] and list(sums([])) == []

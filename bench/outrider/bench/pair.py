@@ -35,8 +35,8 @@ from outrider.bench.processes import (
 from outrider.bench.prompts import read_prompts
 from outrider.bench.results import Json, new_result, store, title
 from outrider.bench.worker import BenchWorker
+from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.cli.local_services import Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Policy
 from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import AcceptanceRule

@@ -30,8 +30,8 @@ from outrider.bench.pair import checkpoint_folders
 from outrider.bench.processes import PEER_START_S, start_peer, wait_for_draft
 from outrider.bench.prompts import read_prompts
 from outrider.bench.results import Json, bracketed, markdown, new_result, other_programs, spread, store, title, where
+from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.cli.local_services import LOOPBACK, Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
 from outrider.rpc.sampling_params import AcceptanceRule

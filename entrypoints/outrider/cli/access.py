@@ -3,6 +3,8 @@ TLS alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,21 @@ class ServicesAccessSettings(PeerSettings):
     def draft_tls(self) -> ClientTls | None:
         """The same to drafts."""
         return ClientTls.of(self, self.draft_tls_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How each kind of process lets one in; without anything in plaintext."""
+
+    client: Mapping[str, Any] = field(default_factory=dict)  # a Client's arguments
+    gateway: ClientTls | None = None
+    target: ClientTls | None = None
+    draft: ClientTls | None = None
+
+
+class DeploymentAccessSettings(AccessSettings, ServicesAccessSettings):
+    """What all of a deployment is shown, and by what it is known."""
+
+    def deployment_access(self) -> Access:
+        """OSError or OutriderError for files that cannot be used."""
+        return Access(self.access(), ClientTls.of(self, self.peer_name), self.target_tls(), self.draft_tls())

@@ -11,7 +11,7 @@ import grpc.aio
 from pydantic import Field, field_validator, model_validator
 
 from outrider.cli.access import ServicesAccessSettings, check_addresses
-from outrider.cli.terminal import fail, parse
+from outrider.cli.arguments import fail, parse
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.remote import TARGET_SERVICE, load_adapter, unload_adapter
 from outrider.rpc.errors import OutriderError, Unavailable

@@ -15,18 +15,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from outrider.cli.arguments import fail, load_tokenizer, of_gateway, one_line, parse
 from outrider.cli.generate import CollectedCompletion, RequestSettings
-from outrider.cli.terminal import (
-    STYLES,
-    VISIBLE,
-    Painter,
-    TokenWriter,
-    fail,
-    load_tokenizer,
-    of_gateway,
-    one_line,
-    parse,
-)
+from outrider.cli.terminal import STYLES, VISIBLE, Painter, TokenWriter
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import TRAINED_ON, pair_path

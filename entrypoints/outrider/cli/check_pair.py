@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
+from outrider.cli.arguments import fail, load_tokenizer, one_line, parse, read_text, require_config
 from outrider.draft_service.settings import VocabularyLevel
 from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.draft_service.vocabularies import describe as describe_vocabulary

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.terminal import fail, parse
+from outrider.cli.arguments import fail, parse
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (

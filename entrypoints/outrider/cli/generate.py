@@ -14,17 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outrider.cli.access import AccessSettings
-from outrider.cli.terminal import (
-    TokenWriter,
-    fail,
-    load_tokenizer,
-    make_painter,
-    of_gateway,
-    parse,
-    read_json,
-    split_each,
-    split_ids,
-)
+from outrider.cli.arguments import fail, load_tokenizer, of_gateway, parse, read_json, split_each, split_ids
+from outrider.cli.terminal import TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.cli.access import ServicesAccessSettings
-from outrider.cli.terminal import fail, one_line, parse, split_ids
+from outrider.cli.arguments import fail, one_line, parse, split_ids
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
 from outrider.planner.crowd import Machines
 from outrider.planner.policy import Mode, Plan

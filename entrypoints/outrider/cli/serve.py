@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from outrider.cli.arguments import fail, load_tokenizer, parse
 from outrider.cli.local_services import (
     GRACE_S,
     LOOPBACK,
@@ -23,7 +24,7 @@ from outrider.cli.local_services import (
     Services,
     leave_on_signals,
 )
-from outrider.cli.terminal import Advance, Painter, fail, load_tokenizer, make_painter, parse, steps
+from outrider.cli.terminal import Advance, Painter, make_painter, steps
 from outrider.engine.token_tree import TokenTree
 from outrider.gateway.auth import Tokens
 from outrider.pairs import pair_path

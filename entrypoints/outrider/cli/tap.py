@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from outrider.cli.terminal import fail, make_painter, one_line, parse, progress, require_config, split_ids
+from outrider.cli.arguments import fail, one_line, parse, require_config, split_ids
+from outrider.cli.terminal import make_painter, progress
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 

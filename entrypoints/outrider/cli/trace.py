@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from outrider.cli.arguments import fail, parse
 from outrider.cli.otlp_file import Span, read_trace
-from outrider.cli.terminal import fail, parse
 from outrider.rpc import telemetry as names
 from outrider.rpc.settings import ServiceSettings
 
@@ -24,9 +24,16 @@ DESCRIPTION = (
     "--trace-file wrote: draft, wire, queue, verify and sample, with shares and with percentiles a round. Of a file "
     "with several requests, without --request or --last, these are listed, and all their rounds summed up."
 )
-STAGES = (names.SPAN_DRAFT, names.SPAN_WIRE, names.SPAN_QUEUE, names.SPAN_VERIFY, names.SPAN_SAMPLE)
+STAGES = {
+    "draft_ms": names.SPAN_DRAFT,
+    "wire_ms": names.SPAN_WIRE,
+    "queue_ms": names.SPAN_QUEUE,
+    "verify_ms": names.SPAN_VERIFY,
+    "sample_ms": names.SPAN_SAMPLE,
+    "ms": names.SPAN_ROUND,
+}
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-RoundMs = tuple[int, Mapping[str, float]]  # a round's number; its time and that of its stages, by the names of spans
+RoundMs = tuple[int, Mapping[str, float]]  # a round's number; its time and those of its stages
 
 
 class TraceSettings(ServiceSettings):
@@ -87,12 +94,14 @@ class TracedRequest:
 def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
     """All requests, oldest first. A trace may hold several: the clients decide."""
     roots = {span.span_id: span for span in spans if names.REQUEST_ID in span.attributes}
+    named = {name: stage for stage, name in STAGES.items()}
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     children: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_ns):
         children[span.name, span.parent_id].append(span)
-        of_round = span.parent_id if span.name in STAGES else span.span_id
-        times[of_round][span.name] += (span.end_ns - span.start_ns) / 1e6
+        if span.name in named:
+            of_round = span.span_id if span.name == names.SPAN_ROUND else span.parent_id
+            times[of_round][named[span.name]] += (span.end_ns - span.start_ns) / 1e6
     found = []
     for root_id in {**roots, **{parent: None for name, parent in children if name == names.SPAN_ROUND}}:
         rounds, summed = (children[name, root_id] for name in (names.SPAN_ROUND, names.SPAN_ROUNDS))
@@ -120,17 +129,17 @@ def pick(requests: Sequence[TracedRequest], wanted: str) -> TracedRequest:
 def sums(rounds: Sequence[RoundMs]) -> Iterator[str]:
     """Of each stage the whole time, its share of the rounds', and percentiles of the rounds but the first, which holds
     the prompt and counts in the sums alone."""
-    total = sum(ms[names.SPAN_ROUND] for _, ms in rounds)
+    total = sum(ms["ms"] for _, ms in rounds)
     steady = [ms for index, ms in rounds if index] or [ms for _, ms in rounds]
     if not rounds:
         return
     yield f"{'stage':<7} {'ms':>10} {'share':>6} " + "".join(f"{name:>9}" for name in PERCENTILES)
-    for name in (*STAGES, names.SPAN_ROUND):
+    for name, span in STAGES.items():
         whole = sum(ms.get(name, 0.0) for _, ms in rounds)
         ordered = sorted(ms.get(name, 0.0) for ms in steady)
         tail = (ordered[math.ceil(len(ordered) * percent / 100) - 1] for percent in PERCENTILES.values())
         share = whole / total if total else 0
-        yield f"{name.rpartition('.')[2]:<7} {whole:>10.2f} {share:>6.0%} " + "".join(f"{ms:>9.2f}" for ms in tail)
+        yield f"{span.rpartition('.')[2]:<7} {whole:>10.2f} {share:>6.0%} " + "".join(f"{ms:>9.2f}" for ms in tail)
 
 
 def show(request: TracedRequest) -> Iterator[str]:

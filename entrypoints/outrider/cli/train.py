@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from outrider.cli.terminal import Painter, fail, make_painter, one_line, parse, progress, require_config
+from outrider.cli.arguments import fail, one_line, parse, require_config
+from outrider.cli.terminal import Painter, make_painter, progress
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 

@@ -19,9 +19,9 @@ from outrider.bench.compare.runs import Method, Options, Place, Run, Way, measur
 from outrider.bench.figures import draw_compare, write_figure
 from outrider.bench.machine import ForeignLoad, describe
 from outrider.bench.results import Json, dump, new_result, other_programs
+from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import leave_on_signals
 from outrider.cli.serve import MTP, ServeSettings
-from outrider.cli.terminal import parse, split_ids
 from outrider.pairs import pair_path
 from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate

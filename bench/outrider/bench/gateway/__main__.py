@@ -27,8 +27,8 @@ from outrider.bench.machine import ForeignLoad, describe
 from outrider.bench.processes import wait_for_draft
 from outrider.bench.results import Json, align, median_of, new_result, number, spread, store
 from outrider.bench.worker import BenchWorker, BenchWorkerFailed
+from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import LOOPBACK, Services
-from outrider.cli.terminal import parse, split_ids
 
 Buckets = tuple[tuple[float, float], ...]  # upper bound in seconds, and how many lay below
 GatewayMode = Literal["plain", "sequential", "chains", "branches", "auto"]

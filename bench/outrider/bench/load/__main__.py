@@ -22,7 +22,7 @@ from outrider.bench.load.requests import (
 )
 from outrider.bench.prompts import choose, read_texts
 from outrider.bench.results import dump
-from outrider.cli.terminal import of_gateway, parse
+from outrider.cli.arguments import of_gateway, parse
 
 DESCRIPTION = (
     "Load a server, an OpenAI-compatible one with --base-url or a gateway over gRPC with --gateway, and measure what "

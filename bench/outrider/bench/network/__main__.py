@@ -40,7 +40,7 @@ from outrider.bench.processes import start_slow_draft
 from outrider.bench.prompts import PROMPTS, read_prompts
 from outrider.bench.results import Json, new_result, spread, store, title
 from outrider.bench.worker import BenchWorker
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
+from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Round
 
 NetworkMode = Literal["plain", "sequential", "chains", "branches", "auto", "colocated", "colocated-all"]
