@@ -30,7 +30,7 @@ SHOWN_DIGEST = 12
 
 
 class AdapterSettings(ServicesAccessSettings):
-    """What is done, with what, and where."""
+    """What is done with which adapter, and at which targets."""
 
     section: ClassVar[str] = "adapter"
 
@@ -56,7 +56,7 @@ class AdapterSettings(ServicesAccessSettings):
 
     @property
     def named(self) -> tuple[str, str]:
-        """The name and the folder."""
+        """The adapter's name, and its folder for one that is loaded."""
         name, _, folder = self.adapter.partition("=")
         return name, folder
 
@@ -92,7 +92,7 @@ async def _run(settings: AdapterSettings, prog: str) -> int:
 
 
 async def _done(settings: AdapterSettings, address: str, tls: ClientTls | None) -> list[str]:
-    """What a target says to it, in words."""
+    """What a target says to what is asked of it, in words."""
     name, folder = settings.named
     async with open_channel(address, tls) as channel:
         match settings.action:

@@ -43,7 +43,7 @@ def one_line(error: Exception) -> str:
 
 
 def of_gateway(error: Exception, address: str) -> str:
-    """The same; where nobody listens at the gateway's address, it says that and no more."""
+    """What went wrong with a gateway, in one line: where nobody listens at its address, that and no more."""
     text = one_line(error)
     if isinstance(error, Unavailable) and text.startswith(NOT_CONNECTED):
         return f"no gateway answers at {address} ({text.rpartition(': ')[2].lower()})"

@@ -109,15 +109,15 @@ class _LastLine(Painter):
         self.status = "..."
 
     def drawn(self) -> Live:
-        """Draws it while in the context."""
+        """A context in which the line and its numbers are drawn again and again."""
         return Live(self, console=self._console, refresh_per_second=FRAMES_PER_S, transient=True)
 
     def end(self) -> None:
-        """Prints what is left."""
+        """Prints the line that was not full."""
         self._console.print(self.text)
 
     def __rich__(self) -> Group:
-        """What is drawn anew."""
+        """What is drawn anew: the line that grows, and the numbers below it."""
         return Group(self.text, Text(self.status, style="dim"))
 
     def write(self, text: str, style: str = "") -> None:
@@ -270,7 +270,7 @@ def _talk(conversation: Conversation, view: View, info: GatewayInfo) -> None:
 
 
 def _piped() -> Iterator[str]:
-    """The lines of a pipe."""
+    """The lines that come from a pipe. ValueError for one that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             yield line.decode("utf-8")
@@ -308,14 +308,14 @@ def _answer(conversation: Conversation, view: View, text: str) -> bool:
 
 
 def greeting(info: GatewayInfo) -> str:
-    """Who answers."""
+    """What a chat begins with: who answers, by which draft, and how much it can hold."""
     draft = "without a draft" if info.draft is None else f"drafted by {info.draft.name}, k={info.num_draft_tokens}"
     who = f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
     return "\n".join([who, *_schooling(info)])
 
 
 def _schooling(info: GatewayInfo) -> Iterator[str]:
-    """Of an embedded pair, which its tokenizer tells whatever it is served as: what to expect."""
+    """What to expect of an embedded pair, which its tokenizer tells whatever it is served as."""
     for name, texts in TRAINED_ON.items():
         if Tokenizer.load(pair_path(name).target).fingerprint == info.target.tokenizer_fingerprint:
             yield f"this is the embedded pair {name}, trained on {texts} alone: it writes on, and knows no answers"

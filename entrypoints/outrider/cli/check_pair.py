@@ -28,7 +28,7 @@ DESCRIPTION = (
 
 
 class CheckPairSettings(ServiceSettings):
-    """What is compared."""
+    """Which models are compared, on which text."""
 
     section: ClassVar[str] = "check_pair"
 

@@ -26,7 +26,7 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
 
 
 class ConvertSettings(ServiceSettings):
-    """What is converted, and to where."""
+    """Which folder is converted, and to where."""
 
     section: ClassVar[str] = "convert"
 
@@ -87,7 +87,7 @@ def pickles(source: Path) -> list[Path]:
 
 
 def _refuse_loadable(source: Path) -> None:
-    """By the loader's own rule: ValueError where it finds weights, or a name of weights that are not there."""
+    """Raises ValueError where the loader, by its own rule, finds weights, or a name of weights that are not there."""
     from outrider.engine import checkpoint  # torch comes with it: only where needed
     from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 

@@ -34,7 +34,7 @@ Info = TypeVar("Info", bound=GatewayInfo | TargetInfo | DraftInfo)
 
 @dataclass(frozen=True, slots=True)
 class Peer(Generic[Info]):
-    """One process at one address."""
+    """One process at one address, and what it says of itself."""
 
     kind: str  # gateway, target or draft
     address: str
@@ -49,7 +49,7 @@ class Peer(Generic[Info]):
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """All that was seen."""
+    """All that was seen of a deployment."""
 
     gateways: tuple[Peer[GatewayInfo], ...] = ()
     targets: tuple[Peer[TargetInfo], ...] = ()
@@ -60,7 +60,7 @@ class Deployment:
 
     @property
     def peers(self) -> list[Peer[Any]]:
-        """All processes."""
+        """Its gateways, targets and drafts."""
         return [*self.gateways, *self.targets, *self.drafts]
 
 

@@ -104,7 +104,7 @@ ABSENT = "{name!r} is not at {places}: its requests go to the others alone"  # o
 
 
 def diagnose(seen: Deployment, limits: Limits) -> list[Finding]:
-    """All findings, problems first."""
+    """What was found wrong or worth knowing, problems first."""
     found = [
         *_of_each(seen),
         *_of_all(seen),

@@ -127,7 +127,7 @@ class GenerateSettings(RequestSettings):
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
 
     def given(self) -> dict[str, Any]:
-        """The same, with the constraint as SamplingParams has it."""
+        """The sampling parameters that were given, with the constraint as SamplingParams has it."""
         constraint = self.structured_output
         return super().given() | ({} if constraint is None else {"structured_output": StructuredOutput(**constraint)})
 
@@ -174,7 +174,7 @@ class GenerateSettings(RequestSettings):
 
 @dataclass(slots=True)
 class CollectedCompletion:
-    """One completion. Enumerations are their names in lower case, as JSON shows them."""
+    """One completion, as it comes in parts. Enumerations are their names in lower case, as JSON shows them."""
 
     index: int
     request_id: str = ""
@@ -195,7 +195,7 @@ class CollectedCompletion:
     num_first: int = 0
 
     def add(self, part: Part) -> None:
-        """Takes what one response adds."""
+        """Adds what one response brings to the completion."""
         self.request_id = part.request_id
         self.text += part.text
         self.reasoning += part.reasoning

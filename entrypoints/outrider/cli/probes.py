@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def ms_a_token(self) -> float:
-        """The prompt's time is part of it."""
+        """The time of a token, the prompt's included."""
         return self.ms / max(1, len(self.token_ids))
 
 
@@ -83,7 +83,7 @@ class PairProbe:
     rounds: list[RoundNumbers] = field(default_factory=list)
 
     def add(self, closed: Round) -> None:
-        """Counts a round that was decoded."""
+        """Takes a round that was decoded into the counts."""
         commit, (whole, *stages) = closed.commit, spans_for(closed)
         self.token_ids += commit.ids
         self.num_draft_tokens += commit.num_drafted
@@ -156,7 +156,7 @@ async def probe_pair(target: str, draft: str, prompt_ids: tuple[int, ...], given
 async def decode(
     drafts: RemoteDrafts | None, targets: RemoteTargets, request: Open, policy: Policy, **how: Any
 ) -> AsyncIterator[Round]:
-    """The rounds of a request."""
+    """The rounds of a request, as they are closed."""
     async with aclosing(speculate(drafts, targets, request, policy, **how)) as items:
         async for item in items:
             if isinstance(item, Round):

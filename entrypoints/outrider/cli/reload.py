@@ -82,7 +82,7 @@ def _prompt_ids(settings: ReloadSettings) -> tuple[int, ...]:
 
 
 async def _acceptance(settings: ReloadSettings, prompt_ids: tuple[int, ...]) -> str:
-    """Of the known prompt, greedy; or why it is not known."""
+    """How much of the known prompt's drafts is accepted, greedily; or why that is not known."""
     given = Given(
         prompt=settings.prompt,
         num_draft_tokens=settings.num_draft_tokens,

@@ -38,43 +38,43 @@ class Painter:
         self.colours = colours
 
     def write(self, text: str, style: str = "") -> None:
-        """Text of ours."""
+        """Writes a text that no model wrote."""
         painted = Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
         self._out.write(painted if self.colours and style else text)
         self._out.flush()
 
     def token(self, text: str, origin: TokenOrigin) -> None:
-        """What a token adds to an answer."""
+        """Writes what a token adds to an answer, in its origin's colour."""
         self.write(text.translate(VISIBLE) if self.colours else text, ORIGINS.get(origin, PLAIN)[0])
 
     def prompt(self, text: str) -> None:
-        """What a completion continues."""
+        """Writes the text that a completion continues."""
         self.write(text, "dim")
 
     def reasoning(self, text: str) -> None:
-        """What comes before an answer: where there are no colours to tell it by, it is left out."""
+        """Writes what comes before an answer; where there are no colours to tell it by, it is left out."""
         if self.colours:
             self.write(text.translate(VISIBLE), "dim")
 
     def note(self, text: str) -> None:
-        """A line in grey."""
+        """Writes a line in grey."""
         self.pieces([(text, "dim"), ("\n", "")])
 
     def title(self, text: str) -> None:
-        """A heading."""
+        """Writes a heading."""
         self.pieces([("\n", ""), (text, "bold"), ("\n", "")])
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Lines as they are."""
+        """Writes lines as they are."""
         self.write("".join(f"{line}\n" for line in lines))
 
     def pieces(self, pieces: Iterable[tuple[str, str]]) -> None:
-        """Texts with their styles."""
+        """Writes texts, each in its style."""
         for text, style in pieces:
             self.write(text, style)
 
     def legend(self) -> None:
-        """What the colours mean."""
+        """Writes what the colours mean."""
         for origin, (style, meaning) in ORIGINS.items() if self.colours else ():
             self.pieces([("  ", ""), (f"{origin.name.lower():<10}", style), (f" {meaning}\n", "")])
 

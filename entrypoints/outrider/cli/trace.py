@@ -37,7 +37,7 @@ RoundMs = tuple[int, Mapping[str, float]]  # a round's number; its time and thos
 
 
 class TraceSettings(ServiceSettings):
-    """What is shown."""
+    """The file, and which of its requests is shown."""
 
     section: ClassVar[str] = "trace"
 
@@ -86,7 +86,7 @@ class TracedRequest:
 
     @property
     def accepted(self) -> str:
-        """How many of its drafted tokens were."""
+        """The share of its drafted tokens that was accepted."""
         accepted, drafted = self.total(names.ROUND_ACCEPTED), self.total(names.ROUND_DRAFTED)
         return f"{accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
 
@@ -127,7 +127,7 @@ def pick(requests: Sequence[TracedRequest], wanted: str) -> TracedRequest:
 
 
 def sums(rounds: Sequence[RoundMs]) -> Iterator[str]:
-    """Of each stage the whole time, its share of the rounds', and percentiles of the rounds but the first, which holds
+    """The whole time of each stage, its share of the rounds', and percentiles of the rounds but the first, which holds
     the prompt and counts in the sums alone."""
     total = sum(ms["ms"] for _, ms in rounds)
     steady = [ms for index, ms in rounds if index] or [ms for _, ms in rounds]
