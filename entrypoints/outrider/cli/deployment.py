@@ -28,6 +28,7 @@ from outrider.rpc.status import from_rpc_error
 PINGS = 5
 CONNECT_WAITS_S = (0.1, 0.3)  # before a connection is tried again
 SERVING = "SERVING"
+TARGET, DRAFT = "outrider.v1.TargetService", "outrider.v1.DraftService"
 
 Info = TypeVar("Info", bound=GatewayInfo | TargetInfo | DraftInfo)
 
@@ -67,22 +68,16 @@ class Deployment:
 async def look(given: Given) -> Deployment:
     """Asks all processes at once what they are, then generates with each of them, one after the other. What does not
     answer is part of the answer: only addresses that are none raise (InvalidArgument)."""
-    access = given.access
+    access, timeout_s = given.access, given.timeout_s
 
     async def gateway_info(address: str, channel: grpc.aio.Channel) -> GatewayInfo:
         async with Client(address, **access.client) as client:
             return await client.info()
 
-    async def target_info(address: str, channel: grpc.aio.Channel) -> TargetInfo:
-        return await TARGET_SERVICE.get_info(channel)
-
-    async def draft_info(address: str, channel: grpc.aio.Channel) -> DraftInfo:
-        return await DRAFT_SERVICE.get_info(channel)
-
     gateways, targets, drafts = await asyncio.gather(
-        _look_at("gateway", given.gateways, SERVICE_NAME, gateway_info, access.gateway, given.timeout_s),
-        _look_at("target", given.targets, "outrider.v1.TargetService", target_info, access.target, given.timeout_s),
-        _look_at("draft", given.drafts, "outrider.v1.DraftService", draft_info, access.draft, given.timeout_s),
+        _look_at("gateway", given.gateways, SERVICE_NAME, gateway_info, access.gateway, timeout_s),
+        _look_at("target", given.targets, TARGET, lambda _, to: TARGET_SERVICE.get_info(to), access.target, timeout_s),
+        _look_at("draft", given.drafts, DRAFT, lambda _, to: DRAFT_SERVICE.get_info(to), access.draft, timeout_s),
     )
     asked = [await probe_gateway(peer.address, given) for peer in gateways if peer.info is not None]
     prompt_ids = given.prompt_ids or next((one.drafted.prompt_ids for one in asked if one.drafted is not None), ())
@@ -104,8 +99,7 @@ async def _look_at(
         try:
             async with asyncio.timeout(timeout_s), open_channel(address, tls) as channel:
                 health: Any = health_pb2_grpc.HealthStub(channel)
-                answer = await _first_check(health, service)
-                state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+                state = health_pb2.HealthCheckResponse.ServingStatus.Name((await _first_check(health, service)).status)
                 round_trips = [await _round_trip_ms(health) for _ in range(PINGS)]
                 return Peer(kind, address, await get_info(address, channel), "", state, median(round_trips))
         except TimeoutError:

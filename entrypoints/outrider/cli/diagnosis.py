@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from outrider.cli.deployment import SERVING, Deployment, Peer
 from outrider.cli.probes import PairProbe
@@ -43,62 +43,47 @@ class Limits:
     num_draft_tokens: int = 4  # of the verification that a round trip is held against
 
 
-class OfEach(NamedTuple):
-    """What is to be so of each process of some kinds: by its `info` when it is not, and what that means."""
-
-    check: str
-    kinds: str
-    is_wrong: Callable[[Any, Deployment], object]
-    meaning: str  # a format of the info, and of what a process `lacks` that targets know
-
-
-class OfAll(NamedTuple):
-    """What is to be the same at all of some groups of processes: by their `info`, under the names of what has them,
-    values, and what it means that there are more of them than one."""
-
-    check: str
-    subject: str
-    groups: Callable[[Deployment], Iterable[Iterable[Peer[Any]]]]
-    named: Callable[[Any], dict[str, object]]
-    meaning: str
-
-
-OF_EACH = (
-    OfEach("version", "target draft", lambda info, seen: info.model.protocol_major != PROTOCOL_MAJOR,
-           f"speaks protocol {{info.model.protocol_major}}, this is {PROTOCOL_MAJOR}: gateways will refuse it"),
-    OfEach("digest", "gateway", lambda info, seen: _is_none_of(info.target, seen.targets),
-           "serves {info.target.name} ({info.target.digest:.12}), which none of the targets given has: it uses others"),
-    OfEach("digest", "gateway", lambda info, seen: info.draft and _is_none_of(info.draft, seen.drafts),
-           "drafts with {info.draft.name} ({info.draft.digest:.12}), which no draft given has: it uses others"),
-    OfEach("kernels", "target draft", lambda info, seen: _is_fallback(info.model) and _could_be_c(info.model),
-           "computes by PyTorch ({info.model.kernels}), not by the C kernels (no C compiler, other types than float32, "
-           "or sizes that are no multiple of 16: its log says which), which is slower"),
-    OfEach("kernels", "target draft", lambda info, seen: _is_fallback(info.model) and not _could_be_c(info.model),
-           "computes by PyTorch ({info.model.kernels}), with the layers of {info.model.engine}, which is slower"),
-    OfEach("vocabulary", "target draft", lambda info, seen: info.model.num_tokens > info.model.vocab_size > 0,
-           "its tokenizer names {info.model.num_tokens} tokens, and it has only {info.model.vocab_size} logits"),
-    OfEach("capabilities", "target", lambda info, seen: _lacks(info, seen), "does not know {lacks}, as its targets do: "
-           "requests that need it are refused there, though other targets serve them"),
-    OfEach("capabilities", "draft", lambda info, seen: _lacks(info, seen), "does not know {lacks}, as its targets do: "
-           "requests that need it are decoded without this draft"),
-    OfEach("draft", "gateway", lambda info, seen: info.draft is None and not info.methods,
-           "uses no draft: everything is decoded plainly"),
+# What is to be so of each process: the check, the kinds of processes, when it is not (by a process's info), and what
+# that means (a format of the info, and of what the process lacks that targets know).
+OF_EACH: tuple[tuple[str, str, Callable[[Any, Deployment], object], str], ...] = (
+    ("version", "target draft", lambda info, seen: info.model.protocol_major != PROTOCOL_MAJOR,
+     f"speaks protocol {{info.model.protocol_major}}, this is {PROTOCOL_MAJOR}: gateways will refuse it"),
+    ("digest", "gateway", lambda info, seen: _is_none_of(info.target, seen.targets),
+     "serves {info.target.name} ({info.target.digest:.12}), which none of the targets given has: it uses others"),
+    ("digest", "gateway", lambda info, seen: info.draft and _is_none_of(info.draft, seen.drafts),
+     "drafts with {info.draft.name} ({info.draft.digest:.12}), which no draft given has: it uses others"),
+    ("kernels", "target draft", lambda info, seen: _is_fallback(info.model) and _could_be_c(info.model),
+     "computes by PyTorch ({info.model.kernels}), not by the C kernels (no C compiler, other types than float32, "
+     "or sizes that are no multiple of 16: its log says which), which is slower"),
+    ("kernels", "target draft", lambda info, seen: _is_fallback(info.model) and not _could_be_c(info.model),
+     "computes by PyTorch ({info.model.kernels}), with the layers of {info.model.engine}, which is slower"),
+    ("vocabulary", "target draft", lambda info, seen: info.model.num_tokens > info.model.vocab_size > 0,
+     "its tokenizer names {info.model.num_tokens} tokens, and it has only {info.model.vocab_size} logits"),
+    ("capabilities", "target", lambda info, seen: _lacks(info, seen), "does not know {lacks}, as its targets do: "
+     "requests that need it are refused there, though other targets serve them"),
+    ("capabilities", "draft", lambda info, seen: _lacks(info, seen), "does not know {lacks}, as its targets do: "
+     "requests that need it are decoded without this draft"),
+    ("draft", "gateway", lambda info, seen: info.draft is None and not info.methods,
+     "uses no draft: everything is decoded plainly"),
 )  # fmt: skip
-OF_ALL = (
-    OfAll("version", "deployment", lambda seen: [seen.peers], lambda info: {"": info.version or "older than 0.1.0"},
-          "releases differ: {values}; finish the roll-out"),
-    OfAll("digest", "targets", lambda seen: [seen.targets], lambda info: {"": _short(info.model.digest)},
-          "serve different weights: {values}; a gateway serves one model, the others idle"),
-    OfAll("digest", "drafts", lambda seen: [seen.drafts], lambda info: {"": _short(info.model.digest)},
-          "serve different weights: {values}; acceptance depends on which"),
-    OfAll("pair", "targets", lambda seen: [seen.targets], lambda info: {"": _short(info.model.tokenizer_fingerprint)},
-          "have different tokenizers: {values}; a gateway has one, and refuses the rest"),
-    OfAll("adapters", "targets", lambda seen: _replicas(seen),
-          lambda info: {adapter.name: _short(adapter.digest) for adapter in info.adapters},
-          "{name!r} is not the same everywhere: {values}; new requests get one of them"),
-    OfAll("arithmetic", "targets", lambda seen: _replicas(seen), lambda info: asdict(info.model.arithmetic),
-          "compute the same weights differently, {name} is {values}: a request that goes on at another replica may "
-          "differ where two tokens are nearly equally likely"),
+# What is to be the same at all of some groups: the check, whom it is said of, the groups, values under the names of
+# what has them, and what it means that there is more than one.
+Groups = Callable[[Deployment], Iterable[Iterable[Peer[Any]]]]
+OF_ALL: tuple[tuple[str, str, Groups, Callable[[Any], dict[str, object]], str], ...] = (
+    ("version", "deployment", lambda seen: [seen.peers], lambda info: {"": info.version or "older than 0.1.0"},
+     "releases differ: {values}; finish the roll-out"),
+    ("digest", "targets", lambda seen: [seen.targets], lambda info: {"": _short(info.model.digest)},
+     "serve different weights: {values}; a gateway serves one model, the others idle"),
+    ("digest", "drafts", lambda seen: [seen.drafts], lambda info: {"": _short(info.model.digest)},
+     "serve different weights: {values}; acceptance depends on which"),
+    ("pair", "targets", lambda seen: [seen.targets], lambda info: {"": _short(info.model.tokenizer_fingerprint)},
+     "have different tokenizers: {values}; a gateway has one, and refuses the rest"),
+    ("adapters", "targets", lambda seen: _replicas(seen),
+     lambda info: {adapter.name: _short(adapter.digest) for adapter in info.adapters},
+     "{name!r} is not the same everywhere: {values}; new requests get one of them"),
+    ("arithmetic", "targets", lambda seen: _replicas(seen), lambda info: asdict(info.model.arithmetic),
+     "compute the same weights differently, {name} is {values}: a request that goes on at another replica may "
+     "differ where two tokens are nearly equally likely"),
 )  # fmt: skip
 ABSENT = "{name!r} is not at {places}: its requests go to the others alone"  # of what only some of OF_ALL have
 
@@ -124,26 +109,26 @@ def _of_each(seen: Deployment) -> Iterator[Finding]:
         elif peer.health != SERVING:
             why = "it loads, drains, or waits for what it needs: its log says which"
             yield Finding(PROBLEM, "health", str(peer), f"is {peer.health} and gets no new requests; {why}")
-        for row in OF_EACH:
-            if peer.info is not None and peer.kind in row.kinds.split() and row.is_wrong(peer.info, seen):
-                level = NOTE if row.check == "draft" and not seen.drafts else PROBLEM
-                message = row.meaning.format(info=peer.info, lacks=", ".join(_lacks(peer.info, seen)))
-                yield Finding(level, row.check, str(peer), message)
+        for check, kinds, is_wrong, meaning in OF_EACH:
+            if peer.info is not None and peer.kind in kinds.split() and is_wrong(peer.info, seen):
+                level = NOTE if check == "draft" and not seen.drafts else PROBLEM
+                message = meaning.format(info=peer.info, lacks=", ".join(_lacks(peer.info, seen)))
+                yield Finding(level, check, str(peer), message)
 
 
 def _of_all(seen: Deployment) -> Iterator[Finding]:
-    for row in OF_ALL:
-        for peers in map(_answering, row.groups(seen)):
-            by_name = [(str(peer) if row.check == "version" else peer.address, row.named(peer.info)) for peer in peers]
-            for name in dict.fromkeys(name for _, named in by_name for name in named):
+    for check, subject, groups, named, meaning in OF_ALL:
+        for peers in map(_answering, groups(seen)):
+            found = [(str(peer) if check == "version" else peer.address, named(peer.info)) for peer in peers]
+            for name in dict.fromkeys(name for _, values in found for name in values):
                 where: dict[object, list[str]] = defaultdict(list)
-                for place, named in by_name:
-                    where[named.get(name)].append(place)
+                for place, values in found:
+                    where[values.get(name)].append(place)
                 if lacking := where.pop(None, None):
-                    yield Finding(NOTE, row.check, row.subject, ABSENT.format(name=name, places=", ".join(lacking)))
+                    yield Finding(NOTE, check, subject, ABSENT.format(name=name, places=", ".join(lacking)))
                 if len(where) > 1:
-                    values = "; ".join(f"{value} at {', '.join(places)}" for value, places in where.items())
-                    yield Finding(PROBLEM, row.check, row.subject, row.meaning.format(name=name, values=values))
+                    shown = "; ".join(f"{value} at {', '.join(places)}" for value, places in where.items())
+                    yield Finding(PROBLEM, check, subject, meaning.format(name=name, values=shown))
 
 
 def _answering(peers: Iterable[Peer[Any]]) -> list[Peer[Any]]:
@@ -221,9 +206,8 @@ def _round_trips(seen: Deployment, limits: Limits) -> Iterator[Finding]:
     """The loop hides a round trip behind a verification, not more."""
     costs = [peer.info.step_costs for peer in _answering(seen.targets) if peer.info.step_costs]
     verification_ms = min((_step_ms(one, limits.num_draft_tokens + 1) for one in costs), default=math.inf)
-    is_measured = limits.max_round_trip_ms is None
-    allowed, what = limits.max_round_trip_ms or verification_ms, "--max-round-trip-ms allows"
-    what = "a verification takes" if is_measured else what
+    is_measured, allowed = limits.max_round_trip_ms is None, limits.max_round_trip_ms or verification_ms
+    what = "a verification takes" if is_measured else "--max-round-trip-ms allows"
     for peer in (peer for peer in seen.peers if peer.kind != "gateway" and (peer.round_trip_ms or 0.0) > allowed):
         message = f"a round trip from here takes {peer.round_trip_ms:.1f} ms, longer than {what} ({allowed:.1f} ms): "
         if is_loopback(peer.address):  # nothing is closer: the target is small, or the machine has other work
@@ -248,21 +232,20 @@ def _probes(seen: Deployment, least: float) -> Iterator[Finding]:
         if probe.problem:
             yield Finding(PROBLEM, "probe", str(probe), probe.problem)
         elif probe.drafted is not None and (info.draft or info.methods):  # else the target's head drafted
-            yield from _acceptance(str(probe), probe.drafted.stats, least * _has_model(info.draft))
+            yield from _acceptance(str(probe), probe.drafted.stats, info.draft, least)
     for pair in seen.pair_probes:
         if pair.problem:
             yield Finding(PROBLEM, "probe", str(pair), pair.problem)
         elif pair.draft or pair.head:
-            is_judged = seen.is_text and _has_model(infos[pair.draft].model if pair.draft else None)
-            yield from _acceptance(str(pair), pair, least * is_judged, pair.lost_draft)
+            draft = infos[pair.draft].model if pair.draft else None
+            yield from _acceptance(str(pair), pair, draft, least * seen.is_text, pair.lost_draft)
 
 
-def _has_model(draft: ModelInfo | None) -> bool:
-    return draft is None or draft.vocab_size > 0
-
-
-def _acceptance(subject: str, counts: SpeculationStats | PairProbe, least: float, lost: str = "") -> Iterator[Finding]:
+def _acceptance(
+    subject: str, counts: SpeculationStats | PairProbe, draft: ModelInfo | None, least: float, lost: str = ""
+) -> Iterator[Finding]:
     drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
+    least *= draft is None or draft.vocab_size > 0
     if not drafted:
         why = lost or "the draft proposes nothing in time"
         yield Finding(PROBLEM, "acceptance", subject, f"no token of the known prompt was drafted: {why}")

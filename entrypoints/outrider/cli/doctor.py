@@ -17,9 +17,10 @@ from outrider.cli.access import DeploymentAccessSettings, check_addresses
 from outrider.cli.arguments import fail, load_tokenizer, parse
 from outrider.cli.deployment import Deployment, look
 from outrider.cli.diagnosis import PROBLEM, Finding, Limits, diagnose
-from outrider.cli.probes import PROMPT, Given
+from outrider.cli.probes import PROMPT, Given, PairProbe
 from outrider.cli.terminal import make_painter
-from outrider.cli.trace import sums
+from outrider.cli.trace import share, sums
+from outrider.client import SpeculationStats
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, DraftInfo, ModelInfo, TargetInfo
 
@@ -72,10 +73,6 @@ class DoctorSettings(DeploymentAccessSettings):
             access=self.deployment_access(),
         )
 
-    def limits(self) -> Limits:
-        """From where on a number is a problem."""
-        return Limits(self.min_acceptance, self.max_round_trip_ms, self.num_draft_tokens)
-
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider doctor") -> int:
     """Prints what was seen and found; 1 if anything is wrong."""
@@ -86,7 +83,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider doctor") -> in
         seen = asyncio.run(look(settings.given()))
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error)
-    found = diagnose(seen, settings.limits())
+    limits = Limits(settings.min_acceptance, settings.max_round_trip_ms, settings.num_draft_tokens)
+    found = diagnose(seen, limits)
     is_wrong = any(one.level == PROBLEM for one in found)
     if settings.output == "json":
         shown = {"ok": not is_wrong, "findings": [asdict(one) for one in found], **asdict(seen)}
@@ -144,19 +142,19 @@ def _model(model: ModelInfo) -> str:
 def _probes(seen: Deployment) -> Iterator[str]:
     for one in seen.gateway_probes:
         if one.drafted is not None and one.plain is not None:
-            counts, speed = one.drafted.stats, f"{one.drafted.ms_a_token:.1f} ms a token"
-            share = _share(counts.num_accepted_tokens, counts.num_draft_tokens)
-            plain = f"without drafts {one.plain.ms_a_token:.1f}"
-            yield f"\nknown prompt at {one}: {len(one.drafted.token_ids)} tokens, {share}, {speed} ({plain})"
+            tokens = f"{len(one.drafted.token_ids)} tokens, {_accepted(one.drafted.stats)}"
+            speed = f"{one.drafted.ms_a_token:.1f} ms a token (without drafts {one.plain.ms_a_token:.1f})"
+            yield f"\nknown prompt at {one}: {tokens}, {speed}"
     for probe in seen.pair_probes:
         if probe.rounds:
-            share = _share(probe.num_accepted_tokens, probe.num_draft_tokens)
-            yield f"\nprobe of {probe}: {len(probe.token_ids)} tokens in {len(probe.rounds)} rounds, {share}"
+            tokens = f"{len(probe.token_ids)} tokens in {len(probe.rounds)} rounds"
+            yield f"\nprobe of {probe}: {tokens}, {_accepted(probe)}"
             yield from sums([*enumerate(probe.rounds)])
 
 
-def _share(accepted: int, drafted: int) -> str:
-    return f"accepted {accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
+def _accepted(counts: SpeculationStats | PairProbe) -> str:
+    said = share(counts.num_accepted_tokens, counts.num_draft_tokens)
+    return f"accepted {said}" if counts.num_draft_tokens else said
 
 
 if __name__ == "__main__":

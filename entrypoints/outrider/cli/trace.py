@@ -87,8 +87,12 @@ class TracedRequest:
     @property
     def accepted(self) -> str:
         """The share of its drafted tokens that was accepted."""
-        accepted, drafted = self.total(names.ROUND_ACCEPTED), self.total(names.ROUND_DRAFTED)
-        return f"{accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
+        return share(self.total(names.ROUND_ACCEPTED), self.total(names.ROUND_DRAFTED))
+
+
+def share(accepted: int, drafted: int) -> str:
+    """The share of drafted tokens that was accepted."""
+    return f"{accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
 
 
 def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
@@ -138,8 +142,8 @@ def sums(rounds: Sequence[RoundMs]) -> Iterator[str]:
         whole = sum(ms.get(name, 0.0) for _, ms in rounds)
         ordered = sorted(ms.get(name, 0.0) for ms in steady)
         tail = (ordered[math.ceil(len(ordered) * percent / 100) - 1] for percent in PERCENTILES.values())
-        share = whole / total if total else 0
-        yield f"{span.rpartition('.')[2]:<7} {whole:>10.2f} {share:>6.0%} " + "".join(f"{ms:>9.2f}" for ms in tail)
+        part = whole / total if total else 0
+        yield f"{span.rpartition('.')[2]:<7} {whole:>10.2f} {part:>6.0%} " + "".join(f"{ms:>9.2f}" for ms in tail)
 
 
 def show(request: TracedRequest) -> Iterator[str]:
