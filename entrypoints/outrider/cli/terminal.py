@@ -75,8 +75,9 @@ class Painter:
 
     def legend(self) -> None:
         """Writes what the colours mean."""
-        for origin, (style, meaning) in ORIGINS.items() if self.colours else ():
-            self.pieces([("  ", ""), (f"{origin.name.lower():<10}", style), (f" {meaning}\n", "")])
+        if self.colours:
+            for origin, (style, meaning) in ORIGINS.items():
+                self.pieces([("  ", ""), (f"{origin.name.lower():<10}", style), (f" {meaning}\n", "")])
 
 
 def make_painter(plain: bool) -> Painter:

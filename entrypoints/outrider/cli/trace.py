@@ -98,7 +98,7 @@ def share(accepted: int, drafted: int) -> str:
 def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
     """All requests, oldest first. A trace may hold several: the clients decide."""
     roots = {span.span_id: span for span in spans if names.REQUEST_ID in span.attributes}
-    named = {name: stage for stage, name in STAGES.items()}
+    named = {span: name for name, span in STAGES.items()}
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     children: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_ns):
@@ -107,7 +107,7 @@ def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
             of_round = span.span_id if span.name == names.SPAN_ROUND else span.parent_id
             times[of_round][named[span.name]] += (span.end_ns - span.start_ns) / 1e6
     found = []
-    for root_id in {**roots, **{parent: None for name, parent in children if name == names.SPAN_ROUND}}:
+    for root_id in dict.fromkeys([*roots, *(parent for name, parent in children if name == names.SPAN_ROUND)]):
         rounds, summed = (children[name, root_id] for name in (names.SPAN_ROUND, names.SPAN_ROUNDS))
         found.append(TracedRequest(roots.get(root_id), rounds, summed, [times[one.span_id] for one in rounds]))
     return sorted(found, key=lambda request: request.start_ns)
