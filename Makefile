@@ -143,10 +143,10 @@ bench-network: $(STAMP)
 	@exec $(BIN)/outrider bench network $(ARGS)
 
 bench-vllm: $(VLLM_STAMP)
-	@exec $(VLLM_VENV)/bin/python -m outrider.bench.vllm $(ARGS)
+	@exec $(VLLM_VENV)/bin/python -m outrider.cli bench vllm $(ARGS)
 
 bench-kernels: $(STAMP)
-	@exec $(BIN)/python -m outrider.bench.kernels $(ARGS)
+	@exec $(BIN)/outrider bench kernels $(ARGS)
 
 gpu: $(STAMP)
 	@exec $(BIN)/python -m outrider.bench.gpu $(ARGS)

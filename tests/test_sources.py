@@ -1,6 +1,6 @@
-"""What no source of the project does, read from the syntax trees: unpickle (`outrider convert` alone reads pickles, and
-takes nothing but tensors from them), check by `assert`, which `python -O` leaves out, run texts as code, or trust the
-tags of YAML; and that the three services answer under `python -O`."""
+"""What no source of the project does, read from the syntax trees: unpickle (`outrider model convert` alone reads
+pickles, and takes nothing but tensors from them), check by `assert`, which `python -O` leaves out, run texts as code,
+or trust the tags of YAML; and that the three services answer under `python -O`."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ import pytest
 from support.heads import random_head_of
 from support.services import children_of, needs_proc, outrider, succeed, wait_gone
 
+from outrider.cli.arguments import parse
 from outrider.cli.local_services import ServiceFailed
 from outrider.cli.serve import Running, ServeSettings, watch
-from outrider.cli.terminal import Painter, parse
+from outrider.cli.terminal import Painter
 from outrider.client import SyncClient
 from outrider.draft_service.settings import DraftSettings
 from outrider.pairs import PairPaths, pair_path
@@ -248,10 +249,10 @@ def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], status: i
 def test_a_target_without_a_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     served = outrider("serve", str(tmp_path), "--draft", "ngram")
-    checked = outrider("check-pair", "--target", str(tmp_path), "--draft", "python")
+    checked = outrider("model", "check", "--target", str(tmp_path), "--draft", "python")
     said = f"error: --target: {tmp_path} has no tokenizer: expected tokenizer.json, or tokenizer.model\n"
     assert served.returncode == checked.returncode == 1 and served.stdout == checked.stdout == ""
-    assert served.stderr == f"outrider serve: {said}" and checked.stderr == f"outrider check-pair: {said}"
+    assert served.stderr == f"outrider serve: {said}" and checked.stderr == f"outrider model check: {said}"
 
 
 def test_the_embedded_pair_is_served_by_its_name() -> None:

@@ -13,8 +13,9 @@ import pytest
 from support.models import train_byte_level
 
 from outrider.cli import chat, demo
+from outrider.cli.arguments import name_bare, parse
 from outrider.cli.generate import CollectedCompletion, GenerateSettings
-from outrider.cli.terminal import Painter, TokenWriter, make_painter, name_bare, parse
+from outrider.cli.terminal import Painter, TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.sampling_params import (

@@ -147,15 +147,15 @@ ACCEPTED = re.compile(r"accepted (\d+)% \(\d+/\d+\)")
 
 async def test_the_command_tells_what_the_weights_are_worth(running: Running) -> None:
     at_target = ["--target", running.target, "--tokenizer", str(running.pair.target)]
-    arguments = ["--draft", running.draft, "--num-draft-tokens", "4"]
-    done = await asyncio.to_thread(outrider_process, "reload", *arguments, "--model", str(running.worse), *at_target)
+    arguments = ["admin", "reload", "--draft", running.draft, "--num-draft-tokens", "4"]
+    done = await asyncio.to_thread(outrider_process, *arguments, "--model", str(running.worse), *at_target)
     assert done.returncode == 0, done.stderr
     before, after = map(int, ACCEPTED.findall(done.stdout))
     assert before > after + 10 and "before  python/draft " in done.stdout and "after   worse " in done.stdout
     through = ["--model", str(running.pair.draft), "--gateway", running.gateway]
-    done = await asyncio.to_thread(outrider_process, "reload", *arguments, *through)
+    done = await asyncio.to_thread(outrider_process, *arguments, *through)
     assert done.returncode == 0, done.stderr
     worse, better = map(int, ACCEPTED.findall(done.stdout))
     assert better > worse + 10
-    refused = await asyncio.to_thread(outrider_process, "reload", *arguments, *through[2:], "--model", "nowhere")
+    refused = await asyncio.to_thread(outrider_process, *arguments, *through[2:], "--model", "nowhere")
     assert refused.returncode == 1 and "there is no such folder" in refused.stderr and not refused.stdout

@@ -287,7 +287,7 @@ def test_pickled_weights_are_refused_with_the_way_out(folder: Path, tmp_path: Pa
     with pytest.raises(UnsupportedModel, match=r"no \.safetensors"):
         load_model(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(UnsupportedModel, match="outrider convert"):
+    with pytest.raises(UnsupportedModel, match="outrider model convert"):
         load_model(tmp_path)
 
 

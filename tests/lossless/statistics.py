@@ -294,8 +294,8 @@ async def draft_in_process(model: Path, **more: Any) -> AsyncIterator[DraftServi
 
 @asynccontextmanager
 async def changed_all_the_time(draft: DraftService, folders: Sequence[Path]) -> AsyncIterator[list[int]]:
-    """While in it, a draft's model is now this one, now that: `outrider reload` without the loading, which would leave
-    few changes between the tokens of a piece. Gives how many sequences each has met."""
+    """While in it, a draft's model is now this one, now that: `outrider admin reload` without the loading, which
+    would leave few changes between the tokens of a piece. Gives how many sequences each has met."""
     settings = DraftSettings(model=folders[0], cache_mb=16, max_rows=MAX_ROWS)
     builds = [model_builder(settings, folder, runner_options(settings)) for folder in folders]
     methods, met = [build()[0] for build in builds], list[int]()

@@ -13,11 +13,12 @@ from support.prefix_models import PrefixProposer, PrefixVerifier, draft_engine, 
 from outrider.cli.virtual_loop import new_crowd
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
-from outrider.planner.crowd import Crowd, Machines
+from outrider.planner.crowd import Machines
 from outrider.planner.estimates import StepTime
 from outrider.planner.policy import Policy
 from outrider.planner.simulate import Clock, Device
 from outrider.planner.virtual_services import MAX_ROWS, RIGHT, DraftQuality, Text
+from outrider.rpc.interceptors import Crowd
 from outrider.rpc.messages import Open
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.goodput import Goodput

@@ -77,7 +77,7 @@ def test_refuses_a_checkpoint_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     assert str(tmp_path) in refusal("target", ("--model", str(tmp_path)), capsys)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "outrider convert" in refusal("target", ("--model", str(tmp_path)), capsys)
+    assert "outrider model convert" in refusal("target", ("--model", str(tmp_path)), capsys)
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--health", "--metrics"])

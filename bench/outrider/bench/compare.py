@@ -40,9 +40,9 @@ from outrider.bench.results import (
     shares,
     spread,
 )
+from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import leave_on_signals
 from outrider.cli.serve import MTP, ServeSettings
-from outrider.cli.terminal import parse, split_ids
 from outrider.pairs import pair_path
 from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate

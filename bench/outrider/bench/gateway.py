@@ -30,8 +30,8 @@ from outrider.bench.harness import (
     wait_for_draft,
 )
 from outrider.bench.results import ForeignLoad, Json, align, median_of, new_result, note, number, spread, store
+from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import LOOPBACK, Services
-from outrider.cli.terminal import parse, split_ids
 
 Buckets = tuple[tuple[float, float], ...]  # upper bound in seconds, and how many lay below
 GatewayMode = Literal["plain", "sequential", "chains", "branches", "auto"]

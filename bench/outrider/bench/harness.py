@@ -27,8 +27,8 @@ from prometheus_client.samples import Sample
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.bench.results import Json, dump, note
+from outrider.cli.arguments import split_ids
 from outrider.cli.local_services import LOOPBACK, POLL_S, Folders, Service, ServiceFailed, Services, has_peers
-from outrider.cli.terminal import split_ids
 from outrider.client import Client
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError

@@ -1,6 +1,6 @@
 """Every kernel against its floor and against the PyTorch calls that it stands for:
 
-    python bench/outrider/bench/kernels.py [--device cpu|cuda] [--only NAME] [--quick]
+    outrider bench kernels [--device cpu|cuda] [--only NAME] [--quick]
 
 Prints a table in Markdown, and stores it with its JSON in bench/results/kernels. What was not measured has no number.
 A case is measured with kernel and comparison in turn, and in every repeat the device's own copy, read and product."""
@@ -245,9 +245,9 @@ LEAST_REPEATS = 10
 RESULTS = Path("bench/results/kernels")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench kernels") -> int:
     """The table; 1 if a row failed."""
-    options = _options()
+    options = _options(argv, prog)
     place = CUDA if options.device == "cuda" else QUICK if options.quick else CPU
     result = _result(place, options)
     foreign = ForeignLoad()
@@ -311,9 +311,9 @@ def _result(place: Place, options: argparse.Namespace) -> Json:
     }
 
 
-def _options() -> argparse.Namespace:
+def _options(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     found = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(prog, description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=found, help="default: a GPU where there is one")
     parser.add_argument("--repeats", type=int, default=LEAST_REPEATS + 1, help="alternating runs of each row, from 10")
     parser.add_argument("--only", default="", help="rows whose function's name holds this; stores nothing")
@@ -321,7 +321,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two runs: does it work? Stores nothing")
     parser.add_argument("--output", type=Path, default=None, help="file to write the result to as well, as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored results")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.quick:
         options.device, options.repeats = "cpu", 2
     elif options.repeats < LEAST_REPEATS:

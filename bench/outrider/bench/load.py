@@ -18,7 +18,7 @@ from pydantic import Field
 
 from outrider.bench.harness import report_failures, scrape
 from outrider.bench.results import Json, dump, shares
-from outrider.cli.terminal import parse
+from outrider.cli.arguments import parse
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (

@@ -54,7 +54,7 @@ from outrider.bench.results import (
     title,
     where,
 )
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
+from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.planner.formulas import Costs, floor
 from outrider.planner.policy import Round
 

@@ -46,8 +46,8 @@ from outrider.bench.results import (
     title,
     where,
 )
+from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.cli.local_services import Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.settings import usable_cores
 

@@ -49,8 +49,8 @@ from outrider.bench.results import (
     title,
     where,
 )
+from outrider.cli.arguments import load_tokenizer, parse
 from outrider.cli.local_services import Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -80,7 +80,7 @@ class VllmBenchSettings(PairSettings):
     quick: bool = Field(False, description="does it run? One stream, greedy, the small target; stores nothing")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m outrider.bench.vllm") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench vllm") -> int:
     """Measures, prints and stores; 1 if a process does not start or dies."""
     settings = parse(VllmBenchSettings, sys.argv[1:] if argv is None else argv, prog, __doc__ or "")
     settings = settings.filled(QUICK) if settings.quick else settings

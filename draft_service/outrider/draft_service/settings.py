@@ -48,7 +48,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         "target's adapter of that name; for any other by the model alone",
     )
     allow_reload: bool = Field(
-        False, description="other weights may be put in the model's place while it serves: outrider reload"
+        False, description="other weights may be put in the model's place while it serves: outrider admin reload"
     )
     allow_hub_reload: bool = Field(
         False, description="with allow-reload: these may be the hub's, which are downloaded, and not a folder's alone"

@@ -103,7 +103,7 @@ def weights_entry(folder: Path, lone: bool = False) -> str:
         return others[0]
     if _names(folder, "*.bin") and (not others or _names(folder, "pytorch_model*.bin")):
         raise UnsupportedModel(
-            f"{folder} holds its weights as .bin, which are pickles: run `outrider convert {folder} NEW` first"
+            f"{folder} holds its weights as .bin, which are pickles: run `outrider model convert {folder} NEW` first"
         )
     if not others:
         raise UnsupportedModel(f"{folder} holds no {SUFFIX} weights")

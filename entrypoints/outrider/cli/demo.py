@@ -14,10 +14,11 @@ from uuid import uuid4
 
 from pydantic import Field, field_validator
 
+from outrider.cli.arguments import fail, parse
 from outrider.cli.generate import CollectedCompletion
 from outrider.cli.local_services import LOOPBACK, LocalSettings, ServiceFailed, Services, leave_on_signals
 from outrider.cli.serve import ServeSettings, connect, start, starting
-from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
+from outrider.cli.terminal import Painter, TokenWriter, make_painter, steps
 from outrider.client import SpeculationStats, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.registry import HEADS, MethodNames, check_methods

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,19 +13,20 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from outrider.cli.access import check_addresses
-from outrider.cli.deployment import PROMPT, Deployment, DeploymentAccessSettings, GatewayProbe, Given, PairProbe, look
+from outrider.cli.access import DeploymentAccessSettings, check_addresses
+from outrider.cli.arguments import fail, load_tokenizer, parse
+from outrider.cli.deployment import Deployment, look
 from outrider.cli.diagnosis import PROBLEM, Finding, Limits, diagnose
-from outrider.cli.terminal import fail, load_tokenizer, make_painter, painted, parse
-from outrider.cli.trace import Paint, Span, TracedRequest, TracedRound, legend, sums, unpainted, waterfall
-from outrider.gateway.tracing import TimedSpan, spans_for
-from outrider.planner.policy import Round
+from outrider.cli.probes import PROMPT, Given, PairProbe
+from outrider.cli.terminal import make_painter
+from outrider.cli.trace import share, sums
+from outrider.client import SpeculationStats
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, DraftInfo, ModelInfo, TargetInfo
 
 DESCRIPTION = (
     "Check a running deployment: whether all answer, their versions, weights, tokenizers, kernels and round trips, the "
-    "acceptance of a known prompt, and, with targets and drafts, where a probe's rounds spend their time. Addresses "
+    "acceptance of a known prompt, and, with targets and drafts, where the time of a probe's rounds goes. Addresses "
     "are as for outrider gateway: host:port, unix:path, dns:///name:port, ipv4:a:port,b:port, several with commas. "
     "Status 1: something is wrong."
 )
@@ -54,7 +54,6 @@ class DoctorSettings(DeploymentAccessSettings):
         None, gt=0, description="longest round trip to a target or draft (default: the time of a verification)"
     )
     timeout: float = Field(10.0, gt=0, description="seconds until one that does not answer is given up")
-    width: int | None = Field(None, ge=40, le=1000, description="columns (default: the terminal's, 120 on a pipe)")
     output: str = Field("text", pattern="^(text|json)$", description="json, or --json: all that was seen as one object")
     plain: bool = Field(False, description="no colours")
 
@@ -74,10 +73,6 @@ class DoctorSettings(DeploymentAccessSettings):
             access=self.deployment_access(),
         )
 
-    def limits(self) -> Limits:
-        """From where on a number is a problem."""
-        return Limits(self.min_acceptance, self.max_round_trip_ms, self.num_draft_tokens)
-
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider doctor") -> int:
     """Prints what was seen and found; 1 if anything is wrong."""
@@ -88,29 +83,28 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider doctor") -> in
         seen = asyncio.run(look(settings.given()))
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error)
-    found = diagnose(seen, settings.limits())
+    limits = Limits(settings.min_acceptance, settings.max_round_trip_ms, settings.num_draft_tokens)
+    found = diagnose(seen, limits)
+    is_wrong = any(one.level == PROBLEM for one in found)
     if settings.output == "json":
-        print(json.dumps(as_json(seen, found), indent=2, default=_name))
+        shown = {"ok": not is_wrong, "findings": [asdict(one) for one in found], **asdict(seen)}
+        print(json.dumps(shown, indent=2, default=lambda member: str(member.name).lower()))
     else:
-        print("\n".join(report(seen, found, settings)))
-    return int(any(one.level == PROBLEM for one in found))
+        make_painter(settings.plain).pieces(report(seen, found))
+    return int(is_wrong)
 
 
-def report(seen: Deployment, found: Sequence[Finding], settings: DoctorSettings) -> Iterator[str]:
-    """What was seen, the probes, and what was found, as lines."""
-    paint: Paint = painted if make_painter(settings.plain).colours else unpainted
-    width = settings.width or shutil.get_terminal_size((120, 24)).columns
-    yield from _peers(seen)
-    for asked in seen.gateway_probes:
-        yield from _gateway_probe(asked)
-    for probe in seen.pair_probes:
-        yield from _pair_probe(probe, width, paint)
-    yield ""
+def report(seen: Deployment, found: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """What was seen, the probes, and what was found: texts with the styles that they are shown in."""
+    yield "\n".join([*_peers(seen), *_probes(seen), ""]) + "\n", ""
     for one in found:
-        level = paint(f"{one.level:<8}", "red" if one.level == PROBLEM else "yellow")
-        yield f"{level} {one.check:<13} {one.subject}: {one.message}"
+        yield f"{one.level:<8}", "red" if one.level == PROBLEM else "yellow"
+        yield f" {one.check:<13} {one.subject}: {one.message}\n", ""
     problems = sum(one.level == PROBLEM for one in found)
-    yield f"{problems} problem{'' if problems == 1 else 's'}" if problems else paint("nothing is wrong", "green")
+    if problems:
+        yield f"{problems} problem{'' if problems == 1 else 's'}\n", ""
+    else:
+        yield "nothing is wrong\n", "green"
 
 
 def _peers(seen: Deployment) -> Iterator[str]:
@@ -124,15 +118,17 @@ def _peers(seen: Deployment) -> Iterator[str]:
 def _what(info: Any) -> str:
     if info is None:
         return ""
-    release = info.version or "of an unknown release"
+    said = [info.version or "of an unknown release"]
     if isinstance(info, TargetInfo | DraftInfo):
-        heads = [method.name for method in info.methods] if isinstance(info, TargetInfo) else []
-        adapters = [adapter.name for adapter in info.adapters] if isinstance(info, TargetInfo) else []
-        beside = f", drafts by its {', '.join(heads)}" if heads else ""
-        beside += f", adapters {', '.join(adapters)}" if adapters else ""
-        return f"{release}, {_model(info.model)}{beside}"
-    how = ", ".join(info.methods) or "no draft"
-    return f"{release}, {info.target.name}, {how}, {info.num_draft_tokens} drafted tokens a round"
+        said.append(_model(info.model))
+        if isinstance(info, TargetInfo) and info.methods:
+            said.append(f"drafts by its {', '.join(method.name for method in info.methods)}")
+        if isinstance(info, TargetInfo) and info.adapters:
+            said.append(f"adapters {', '.join(adapter.name for adapter in info.adapters)}")
+    else:
+        how = ", ".join(info.methods) or "no draft"
+        said += [info.target.name, how, f"{info.num_draft_tokens} drafted tokens a round"]
+    return ", ".join(said)
 
 
 def _model(model: ModelInfo) -> str:
@@ -143,92 +139,22 @@ def _model(model: ModelInfo) -> str:
     return f"{model.name} {model.digest[:12]}, {model.dtype} on {model.device} by {engine}{model.kernels}{invariant}"
 
 
-def _gateway_probe(probe: GatewayProbe) -> Iterator[str]:
-    if probe.drafted is None or probe.plain is None:
-        return
-    drafted, plain = probe.drafted, probe.plain
-    yield ""
-    yield (
-        f"known prompt at gateway {probe.address}: {len(drafted.token_ids)} tokens, "
-        f"{_share(drafted.stats.num_accepted_tokens, drafted.stats.num_draft_tokens)}, {drafted.ms_a_token:.1f} ms a "
-        f"token (without drafts {plain.ms_a_token:.1f})"
-    )
+def _probes(seen: Deployment) -> Iterator[str]:
+    for one in seen.gateway_probes:
+        if one.drafted is not None and one.plain is not None:
+            tokens = f"{len(one.drafted.token_ids)} tokens, {_accepted(one.drafted.stats)}"
+            speed = f"{one.drafted.ms_a_token:.1f} ms a token (without drafts {one.plain.ms_a_token:.1f})"
+            yield f"\nknown prompt at {one}: {tokens}, {speed}"
+    for probe in seen.pair_probes:
+        if probe.rounds:
+            tokens = f"{len(probe.token_ids)} tokens in {len(probe.rounds)} rounds"
+            yield f"\nprobe of {probe}: {tokens}, {_accepted(probe)}"
+            yield from sums([*enumerate(probe.rounds)])
 
 
-def _pair_probe(probe: PairProbe, width: int, paint: Paint) -> Iterator[str]:
-    if not probe.rounds:
-        return
-    tally, request = probe.tally, traced(probe.rounds)
-    yield ""
-    yield (
-        f"probe of {probe}: {len(probe.token_ids)} tokens in {len(probe.rounds)} rounds, "
-        f"{_share(tally.num_accepted_tokens, tally.num_draft_tokens)}"
-    )
-    yield legend(paint)
-    yield ""
-    yield from waterfall(request, width, paint)
-    yield from sums(request)
-
-
-def _share(accepted: int, drafted: int) -> str:
-    return f"accepted {accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
-
-
-def traced(rounds: Sequence[Round]) -> TracedRequest:
-    """Rounds as `outrider trace` draws them. Times are the monotonic clock's."""
-    drawn = [_traced_round(index, one) for index, one in enumerate(rounds)]
-    return TracedRequest(None, tuple(drawn), (), (), (), trace_id="probe")
-
-
-def _traced_round(index: int, closed: Round) -> TracedRound:
-    whole, *parts = spans_for(closed)
-    return TracedRound(_span(whole, f"{index}"), tuple(_span(part, f"{index}.{part.name}") for part in parts))
-
-
-def _span(timed: TimedSpan, span_id: str) -> Span:
-    start, end = (round(second * 1e9) for second in (timed.start, timed.end))
-    return Span("probe", span_id, "", timed.name, start, end, dict(timed.attributes))
-
-
-def as_json(seen: Deployment, found: Sequence[Finding]) -> dict[str, Any]:
-    """The same for programs."""
-    return {
-        "ok": all(one.level != PROBLEM for one in found),
-        "findings": [asdict(one) for one in found],
-        "gateways": [asdict(peer) for peer in seen.gateways],
-        "targets": [asdict(peer) for peer in seen.targets],
-        "drafts": [asdict(peer) for peer in seen.drafts],
-        "gateway_probes": [asdict(probe) for probe in seen.gateway_probes],
-        "pair_probes": [_probe_json(probe) for probe in seen.pair_probes],
-    }
-
-
-def _name(value: Any) -> str:
-    """Of an enumeration's member, the one thing in it that JSON does not know."""
-    return str(value.name).lower()
-
-
-def _probe_json(probe: PairProbe) -> dict[str, Any]:
-    tally = probe.tally
-    return {
-        "target": probe.target,
-        "draft": probe.draft,
-        "head": probe.head,
-        "problem": probe.problem,
-        "token_ids": probe.token_ids,
-        "num_draft_tokens": tally.num_draft_tokens,
-        "num_accepted_tokens": tally.num_accepted_tokens,
-        "rounds": [
-            {
-                "ms": one.span.ms,
-                "drafted": closed.commit.num_drafted,
-                "accepted": closed.commit.num_accepted,
-                "emitted": len(closed.commit.ids),
-            }
-            | {f"{part.name.rpartition('.')[2]}_ms": part.ms for part in one.parts}
-            for closed, one in zip(probe.rounds, traced(probe.rounds).rounds, strict=True)
-        ],
-    }
+def _accepted(counts: SpeculationStats | PairProbe) -> str:
+    said = share(counts.num_accepted_tokens, counts.num_draft_tokens)
+    return f"accepted {said}" if counts.num_draft_tokens else said
 
 
 if __name__ == "__main__":

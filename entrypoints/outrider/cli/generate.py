@@ -14,23 +14,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outrider.cli.access import AccessSettings
-from outrider.cli.terminal import (
-    TokenWriter,
-    fail,
-    load_tokenizer,
-    make_painter,
-    of_gateway,
-    parse,
-    read_json,
-    split_each,
-    split_ids,
-)
+from outrider.cli.arguments import fail, load_tokenizer, of_gateway, parse, read_json, split_each, split_ids
+from outrider.cli.terminal import TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
 
+DESCRIPTION = (
+    'Ask a gateway for completions of a prompt, given as a bare argument ("Once upon a time") or by --token-ids. On a '
+    "terminal the colour of the text says how its tokens came about: green for drafted tokens that the target kept, "
+    "yellow where it refused one, cyan for the token after a whole window. Without --tokenizer a round's text has one "
+    "colour, that of its first token."
+)
+SHORT = {"--json": "--output=json", "--no-json": "--output=text"}
 # What the protocol's unsigned fields hold; whether a value makes sense is the gateway's to say.
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -129,9 +127,27 @@ class GenerateSettings(RequestSettings):
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
 
     def given(self) -> dict[str, Any]:
-        """The same, with the constraint as SamplingParams has it."""
+        """The sampling parameters that were given, with the constraint as SamplingParams has it."""
         constraint = self.structured_output
         return super().given() | ({} if constraint is None else {"structured_output": StructuredOutput(**constraint)})
+
+    def request(self) -> dict[str, Any]:
+        """All that is said of the request but its prompt as a text, as the client takes it. OSError for files that
+        cannot be read."""
+        file = self.prediction_file
+        return {
+            "token_ids": self.token_ids,
+            "media": [image.read_bytes() for image in self.image],
+            "n": self.n,
+            "speculate": None if self.speculation else False,
+            "prediction": self.prediction if file is None else file.read_text("utf-8"),
+            "method": self.method,
+            "request_id": self.request_id,
+            "model": self.model,
+            **self.access(),
+            **self.options(),
+            **self.given(),
+        }
 
     _ids = field_validator("token_ids", "allowed_token_ids", "stop_token_ids", "logprob_token_ids", mode="before")(
         split_ids
@@ -158,7 +174,7 @@ class GenerateSettings(RequestSettings):
 
 @dataclass(slots=True)
 class CollectedCompletion:
-    """One completion. Enumerations are their names in lower case, as JSON shows them."""
+    """One completion, as it comes in parts. Enumerations are their names in lower case, as JSON shows them."""
 
     index: int
     request_id: str = ""
@@ -179,7 +195,7 @@ class CollectedCompletion:
     num_first: int = 0
 
     def add(self, part: Part) -> None:
-        """Takes what one response adds."""
+        """Adds what one response brings to the completion."""
         self.request_id = part.request_id
         self.text += part.text
         self.reasoning += part.reasoning
@@ -239,48 +255,20 @@ class CollectedCompletion:
             self.first_at, self.num_first = self.last_at, num_tokens
 
 
-DESCRIPTION = (
-    'Ask a gateway for completions of a prompt, given as a bare argument ("Once upon a time") or by --token-ids. On a '
-    "terminal the colour of the text says how its tokens came about: green for drafted tokens that the target kept, "
-    "yellow where it refused one, cyan for the token after a whole window. Without --tokenizer a round's text has one "
-    "colour, that of its first token."
-)
-SHORT = {"--json": "--output=json", "--no-json": "--output=text"}
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "outrider generate") -> int:
     """Streams the completions; 1 if the gateway refuses the request or cannot be reached."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(GenerateSettings, arguments, prog, DESCRIPTION, bare=("prompt",), short=SHORT)
     try:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
+        parts = generate(settings.gateway, settings.prompt, **settings.request())
         if settings.output == "json":
-            _print_json(_request(settings))
+            _print_json(parts)
         else:
-            _print_text(settings, tokenizer, _request(settings))
+            _print_text(settings, tokenizer, parts)
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error, of_gateway(error, settings.gateway))
     return 0
-
-
-def _request(settings: GenerateSettings) -> Iterator[Part]:
-    return generate(
-        settings.gateway,
-        settings.prompt,
-        token_ids=settings.token_ids,
-        media=[file.read_bytes() for file in settings.image],
-        n=settings.n,
-        speculate=None if settings.speculation else False,
-        prediction=settings.prediction
-        if settings.prediction_file is None
-        else settings.prediction_file.read_text("utf-8"),
-        method=settings.method,
-        request_id=settings.request_id,
-        model=settings.model,
-        **settings.access(),
-        **settings.options(),
-        **settings.given(),
-    )
 
 
 def _print_json(parts: Iterator[Part]) -> None:

@@ -90,7 +90,7 @@ def _rounds(
 
 
 def describe_head(found: HeadAgreement) -> list[str]:
-    """A line each."""
+    """What the head is and what became of its drafts, a line each."""
     head = found.head
     how = "all in one pass" if head.mask is not None else "one after the other"
     lines = [

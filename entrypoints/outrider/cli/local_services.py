@@ -176,7 +176,7 @@ def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) ->
 
 
 def wait_for_peers(address: str, timeout_s: float, check: Callable[[], None], with_draft: bool) -> None:
-    """The same; a target is enough where there is no draft."""
+    """Returns when the gateway knows a target, and a draft where there is one. Raises TimeoutError."""
     asyncio.run(_wait(address, time.monotonic() + timeout_s, check, with_draft))
 
 

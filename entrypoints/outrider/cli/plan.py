@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.cli.access import ServicesAccessSettings
-from outrider.cli.terminal import fail, one_line, parse, split_ids
+from outrider.cli.arguments import fail, one_line, parse, split_ids
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
 from outrider.planner.crowd import Machines
 from outrider.planner.policy import Mode, Plan
@@ -69,7 +69,7 @@ Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], BeforeValida
 
 
 class PlanSettings(ServicesAccessSettings):
-    """What is planned for."""
+    """The pair of models, the machines and the streams that are planned for."""
 
     section: ClassVar[str] = "plan"
 
@@ -134,11 +134,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider plan") -> int:
 
 
 def measured(settings: PlanSettings) -> PlanSettings:
-    """With what running services say and show, where nothing else was given. Raises OutriderError and ValueError."""
+    """The settings with what running services say and show where nothing else was given. Raises OutriderError and
+    ValueError."""
     import asyncio
 
+    from outrider.cli.arguments import load_tokenizer
     from outrider.cli.plan_measure import measure
-    from outrider.cli.terminal import load_tokenizer
 
     ids: Sequence[int] = (1, 2, 3, 4)  # where acceptance is given, any tokens will do
     if settings.tokenizer is not None:
@@ -200,24 +201,18 @@ def make_report(settings: PlanSettings) -> dict[str, Any]:
 
 def _alone(pair: Pair, seconds: float) -> Iterator[dict[str, Any]]:
     """Each mode's best plan for one stream that has the machines to itself."""
+
+    def row(mode: str, plan: Plan | None, foreseen_ms: float | None, simulated_ms: float | None) -> dict[str, Any]:
+        k = None if plan is None else plan.num_draft_tokens
+        return {"mode": mode, "num_draft_tokens": k, "foreseen_ms": foreseen_ms, "simulated_ms": simulated_ms}
+
     for mode in Mode:
         plan = fastest(pair, (mode,))
-        yield {
-            "mode": mode.value,
-            "num_draft_tokens": plan.num_draft_tokens,
-            "foreseen_ms": ms_per_token(pair, plan, 1, 1),
-            "simulated_ms": simulate(pair, 1, 1, 1, seconds, plan) if seconds else None,
-        }
-    auto_ms = simulate(pair, 1, 1, 1, seconds) if seconds else None
-    yield {"mode": AUTO, "num_draft_tokens": None, "foreseen_ms": None, "simulated_ms": auto_ms}
+        simulated_ms = simulate(pair, 1, 1, 1, seconds, plan) if seconds else None
+        yield row(mode.value, plan, ms_per_token(pair, plan, 1, 1), simulated_ms)
+    yield row(AUTO, None, None, simulate(pair, 1, 1, 1, seconds) if seconds else None)
     plan = fastest_together(pair)
-    foreseen_ms = ms_together(pair, plan, 1)
-    yield {
-        "mode": "colocated",
-        "num_draft_tokens": plan.num_draft_tokens,
-        "foreseen_ms": foreseen_ms,
-        "simulated_ms": None,
-    }
+    yield row("colocated", plan, ms_together(pair, plan, 1), None)
 
 
 def _described(fleet: Fleet, settings: PlanSettings, cache_tokens: float) -> dict[str, Any]:

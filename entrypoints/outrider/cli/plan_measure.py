@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
+from outrider.cli.probes import decode
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.planner.sizing import StepCosts
 from outrider.planner.virtual_services import MAX_ROWS
@@ -58,18 +57,9 @@ async def measure(
         fingerprint = info.model.tokenizer_fingerprint
         rule = AcceptanceRule.COUPLED
         request = Open(0, tuple(prompt_ids), sampling, seed=SEED, acceptance=rule, tokenizer_fingerprint=fingerprint)
-        rounds = await _decode(drafts, targets, request)
+        rounds = [closed async for closed in decode(drafts, targets, request, Policy(WINDOW))]
         trips_us = [replica.round_trip_us for pool in (targets, drafts) for replica in pool.replicas]
     return summarise(rounds, info.step_costs, max(trips_us), info.model.num_blocks * info.model.block_size)
-
-
-async def _decode(drafts: RemoteDrafts, targets: RemoteTargets, request: Open) -> list[Round]:
-    found: list[Round] = []
-    async with aclosing(speculate(drafts, targets, request, Policy(WINDOW))) as rounds:
-        async for item in rounds:
-            if isinstance(item, Round):
-                found.append(item)
-    return found
 
 
 def summarise(

@@ -1,4 +1,4 @@
-"""`outrider reload`: has a running draft put other weights in its model's place, and says what they are worth."""
+"""`outrider admin reload`: has a running draft put other weights in its model's place, and says what they are worth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.deployment import PROMPT, DeploymentAccessSettings, Given, probe_gateway, probe_pair
-from outrider.cli.terminal import fail, load_tokenizer, parse
+from outrider.cli.access import DeploymentAccessSettings
+from outrider.cli.arguments import fail, load_tokenizer, parse
+from outrider.cli.probes import PROMPT, Given, probe_gateway, probe_pair
 from outrider.gateway.peers.remote import reload_model
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
@@ -53,7 +54,7 @@ class ReloadSettings(DeploymentAccessSettings):
     )
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider reload") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider admin reload") -> int:
     """Prints both models and their acceptance; 1 where the draft kept its model."""
     settings = parse(ReloadSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     try:
@@ -81,11 +82,8 @@ def _prompt_ids(settings: ReloadSettings) -> tuple[int, ...]:
 
 
 async def _acceptance(settings: ReloadSettings, prompt_ids: tuple[int, ...]) -> str:
-    """Of the known prompt, greedy; or why it is not known."""
+    """How much of the known prompt's drafts is accepted, greedily; or why that is not known."""
     given = Given(
-        [],
-        [],
-        [],
         prompt=settings.prompt,
         num_draft_tokens=settings.num_draft_tokens,
         timeout_s=settings.probe_timeout,
@@ -93,7 +91,7 @@ async def _acceptance(settings: ReloadSettings, prompt_ids: tuple[int, ...]) -> 
     )
     if settings.target:
         pair = await probe_pair(settings.target, settings.draft, prompt_ids, given)
-        return _share(pair.tally.num_accepted_tokens, pair.tally.num_draft_tokens, pair.problem or pair.lost_draft)
+        return _share(pair.num_accepted_tokens, pair.num_draft_tokens, pair.problem or pair.lost_draft)
     asked = await probe_gateway(settings.gateway, given)
     stats = None if asked.drafted is None else asked.drafted.stats
     if stats is None:

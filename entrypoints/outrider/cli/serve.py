@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from outrider.cli.arguments import fail, load_tokenizer, parse
 from outrider.cli.local_services import (
     GRACE_S,
     LOOPBACK,
@@ -23,7 +24,7 @@ from outrider.cli.local_services import (
     Services,
     leave_on_signals,
 )
-from outrider.cli.terminal import Advance, Painter, fail, load_tokenizer, make_painter, parse, steps
+from outrider.cli.terminal import Advance, Painter, make_painter, steps
 from outrider.engine.token_tree import TokenTree
 from outrider.gateway.auth import Tokens
 from outrider.pairs import pair_path
@@ -106,7 +107,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
         description="NAME=DIR: one of the draft's model, by which it drafts for the target's adapter of that name",
     )
     allow_adapter_changes: bool = Field(
-        False, description="adapters may be loaded and unloaded while it serves: outrider adapter"
+        False, description="adapters may be loaded and unloaded while it serves: outrider admin adapter"
     )
     draft_quantization: Literal["int8"] | None = Field(
         None, description="round the draft's weights to 8 bits, on a CPU (as they are)"

@@ -1,4 +1,4 @@
-"""`outrider tap`: a target's hidden states on a corpus, for training heads."""
+"""`outrider model tap`: a target's hidden states on a corpus, for training heads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from outrider.cli.terminal import fail, make_painter, one_line, parse, progress, require_config, split_ids
+from outrider.cli.arguments import fail, one_line, parse, require_config, split_ids
+from outrider.cli.terminal import make_painter, progress
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
     "Run the target (first bare argument) over a corpus (second), and write its tokens and the hidden states of chosen "
-    "layers as safetensors shards, from which outrider train makes heads. A run that was cut short goes on when it is "
-    "started again with the same settings."
+    "layers as safetensors shards, from which outrider model train makes heads. A run that was cut short goes on when "
+    "it is started again with the same settings."
 )
 
 
@@ -42,7 +43,7 @@ class TapSettings(ServiceSettings):
     plain: bool = Field(False, description="no colours, and no progress bar")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider tap") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model tap") -> int:
     """Writes the shards; 1 if it cannot."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(TapSettings, arguments, prog, DESCRIPTION, bare=("target", "corpus"))

@@ -1,4 +1,4 @@
-"""`outrider train`: a draft for any target, or a head that drafts beside it, by distillation on what the target
+"""`outrider model train`: a draft for any target, or a head that drafts beside it, by distillation on what the target
 writes."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from outrider.cli.terminal import Painter, fail, make_painter, one_line, parse, progress, require_config
+from outrider.cli.arguments import fail, one_line, parse, require_config
+from outrider.cli.terminal import Painter, make_painter, progress
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
@@ -38,8 +39,8 @@ class TrainSettings(ServiceSettings):
     )
     target: Path = Field(description="folder or hub id of the target's checkpoint; also the second bare argument")
     corpus: Path = Field(
-        description='text file, or .jsonl with an object a line whose "text" is read, or for a head what outrider tap '
-        "made; also the third bare argument"
+        description='text file, or .jsonl with an object a line whose "text" is read, or for a head what outrider '
+        "model tap made; also the third bare argument"
     )
     out: Path = Field(description="folder to make; OUT.work beside it holds the run until it is done")
     draft: Path | None = Field(
@@ -65,7 +66,7 @@ class TrainSettings(ServiceSettings):
     plain: bool = Field(False, description="no colours, and no progress bar")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider train") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model train") -> int:
     """Trains, and prints what the draft accepts where the corpus was held out; 1 if it cannot."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(TrainSettings, arguments, prog, DESCRIPTION, bare=("method", "target", "corpus"))

@@ -22,7 +22,7 @@ USUAL_WINDOW, MOST_DRAFTED = 4, 8  # as a gateway starts by default
 
 
 class StepChoices:
-    """The target's own."""
+    """Which windows a step verifies, as a target chooses."""
 
     def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
         self._goodput = Goodput([(rows, round(step_us)) for rows, step_us in costs])
@@ -41,7 +41,7 @@ class StepChoices:
         return [request.num_sure + count for request, count in zip(requests, chosen, strict=True)]
 
     def verified(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
-        """A window was verified."""
+        """Learns from a window that was verified."""
         self._goodput.add_verified(acceptance, num_drafted, num_accepted)
 
     def hold(self, dues: Sequence[float], now: float) -> float:
@@ -49,7 +49,7 @@ class StepChoices:
         return self._delay.hold(dues, now)
 
     def stepped(self, num_rows: int, seconds: float, pause_s: float) -> None:
-        """A step ran, so long after the one before."""
+        """Learns from a step that ran, so long after the one before."""
         self._delay.add_step(seconds, chunked=False)
         self._goodput.add_step(num_rows, 1e6 * seconds, 1e6 * pause_s)
 

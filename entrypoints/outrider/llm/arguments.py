@@ -61,7 +61,7 @@ FIXED: Fixed = {
     "hf_overrides": ((None, {}), "the checkpoint's config.json holds"),
     "hf_config_path": ((None,), "the checkpoint's config.json holds"),
     "config_format": (("auto", "hf"), "checkpoints are in Hugging Face's layout"),
-    "load_format": (("auto", "safetensors"), "weights are safetensors; `outrider convert` makes them"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors; `outrider model convert` makes them"),
     "model_impl": (("auto",), "the engine chooses"),
     "swap_space": ((None, 0, 4), "what is preempted is computed again, never swapped"),
     "cpu_offload_gb": ((0,), "the whole model is on one device"),

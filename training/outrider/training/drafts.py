@@ -1,4 +1,4 @@
-"""How a draft is made for any target, by distillation: `outrider train`.
+"""How a draft is made for any target, by distillation: `outrider model train`.
 
 The whole story in order: read a corpus with the target's tokenizer, let the target write on from places of it, train
 the draft on what it wrote, from another draft's weights if one is given, write the draft's folder, and measure it where

@@ -1,4 +1,4 @@
-"""How a head that drafts beside a target is made: `outrider train eagle3`, `mlp`, `medusa`, `mtp`.
+"""How a head that drafts beside a target is made: `outrider model train eagle3`, `mlp`, `medusa`, `mtp`.
 
 The story is that of a draft (drafts.py), with the target's hidden states in its lessons. The folder that comes of it
 has the method's public layout, and is served with no flag but its name."""

@@ -171,12 +171,12 @@ class Course:
         return Lesson.load(path)
 
 
-TAP_FILE = "tap.json"  # beside the shards of `outrider tap`
+TAP_FILE = "tap.json"  # beside the shards of `outrider model tap`
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Lessons that `outrider tap` wrote: a folder of shards."""
+    """Lessons that `outrider model tap` wrote: a folder of shards."""
 
     folder: Path
     layers: tuple[int, ...]
@@ -188,7 +188,7 @@ class Tap:
         path = folder / TAP_FILE
         if not path.is_file():
             raise ValueError(
-                f"{folder} holds no {TAP_FILE}; allowed: a text, a .jsonl file or a folder of outrider tap"
+                f"{folder} holds no {TAP_FILE}; allowed: a text, a .jsonl file or a folder of outrider model tap"
             )
         said = json.loads(path.read_text(encoding="utf-8"))
         if said["digest"] != digest:

@@ -1,4 +1,4 @@
-"""A target's hidden states on a corpus: `outrider tap`.
+"""A target's hidden states on a corpus: `outrider model tap`.
 
 The corpus is cut into windows, the target reads them, and what it gives is written as lessons (lessons.py) with the
 states of chosen layers: what a head is trained on, here or by any other code. A run that was cut short goes on behind
@@ -68,7 +68,7 @@ def tap(plan: TapPlan, on_shard: Callable[[int, int], None]) -> Mapping[str, Any
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Those that the heads read that `outrider train` makes."""
+    """Those that the heads read that `outrider model train` makes."""
     return tuple(dict.fromkeys((*eagle3_taps(num_layers), num_layers)))
 
 
