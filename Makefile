@@ -23,12 +23,14 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [METHOD=suffix] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make quick [ARGS="-k gateway"]                                    most tests, in minutes: no services, compilers, long decoding'
+	@echo 'make nightly [SEED=7]                                             everything, the long proofs too, with a fresh seed'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
@@ -71,6 +73,21 @@ test: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+quick: $(STAMP)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --quick $(ARGS)
+
+# A seed that no run has had, which is printed: with it the same cases come again.
+nightly: $(STAMP) $(VLLM_STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python .ci/tools || true
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh
+	examples/clients/install.sh
+	seed=$(if $(call given,SEED),"$$SEED",$$($(BIN)/python -c 'import secrets; print(1 + secrets.randbelow(2**31))')); \
+	echo "nightly with SEED=$$seed"; $(ONE_EACH) TEST_SEED=$$seed OUTRIDER_CI_STRICT=1 \
+		OUTRIDER_CI_MISSING="$$(paste -sd' ' build/ci/missing-tools)" $(BIN)/python -m pytest $(WORKERS) \
+		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs $(LONGEST) tests $(ARGS)
+	$(MAKE) test-vllm mutants ARGS=
+	$(MAKE) fuzz ARGS='--seconds 600'
+
 test-clients: $(STAMP)
 	examples/clients/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
@@ -97,9 +114,10 @@ test-vllm: $(VLLM_STAMP)
 	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
 # The files that take longest come first, and begin in both workers.
+LONGEST := tests/lossless/test_statistics.py tests/lossless/test_statistics_by_rule.py tests/lossless/test_identity.py
+
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --prove tests/lossless/test_statistics.py \
-		tests/lossless/test_statistics_by_rule.py tests/lossless/test_identity.py tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --prove $(LONGEST) tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
 		tests/e2e/test_bad_drafts.py tests/e2e/test_heads.py tests/e2e/test_methods.py tests/e2e/test_trees.py \
 		tests/test_packaging.py $(ARGS)
 

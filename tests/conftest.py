@@ -13,21 +13,31 @@ import numpy
 import pytest
 import torch
 from hypothesis import settings
+from support.layers import is_heavy
 
 # Triton kernels are interpreted where there is no GPU. Triton reads this when it is first imported, which transformers
 # does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-# Every run tries the same cases; a case that was found elsewhere becomes an @example.
-settings.register_profile("repeatable", derandomize=True)
-settings.load_profile("repeatable")
+# Every run tries the same cases, but one with a seed of its own (make nightly); none has a deadline, since machines are
+# shared. A case that was found elsewhere becomes an @example.
+settings.register_profile("ours", derandomize=SEED == 0, deadline=None, print_blob=True)
+settings.load_profile("ours")
 
-pytest_plugins = ["support.services"]  # its three services are started once for all folders
+pytest_plugins = [
+    "support.services",  # its three services are started once for all folders
+    "support.strictness",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="the long forms: more draws, prompts and cells")
+    parser.addoption("--quick", action="store_true", help="without what starts services, compiles or decodes for long")
     parser.addoption("--only-long", action="store_true", help="with --prove: what is not the same without it")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("--quick") and is_heavy(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.environment import START_S
 from support.models import save_tiny, tiny_hf_model, tiny_state, train_byte_level
-from support.services import START_S, Trio, succeed
+from support.services import Trio, succeed
 
 from outrider.cli import demo
 from outrider.cli.local_services import Service, Services, wait_for_draft

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.engines import hf_greedy
-from support.environment import SEED
+from support.environment import SEED, START_S
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,7 +27,6 @@ from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingP
 
 VOCAB = 97
 LENGTH = 24
-START_S = 60.0
 
 
 @pytest.fixture(scope="module")

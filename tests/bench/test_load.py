@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from support.bench import texts_of
-from support.services import START_S, Trio, outrider, succeed
+from support.environment import START_S
+from support.services import Trio, outrider, succeed
 
 from outrider.bench.load.clients import HttpClient
 from outrider.bench.load.report import distribution, render, summarise

@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bench import Measured, run_bench, texts_of
+from support.environment import START_S
 from support.heads import random_head_of
-from support.services import START_S
 
 from outrider.bench.figures import draw_pair, write_figure
 from outrider.bench.measure import Cell, Run, rows_of_step, steady

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.environment import START_S
 from support.fakes import ToyTarget
 from support.gateways import gateway
 from support.heads import random_head_of
@@ -30,7 +31,6 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.pairs import expansion, pair_path
 from outrider.proposers.registry import METHODS, make_proposer
 
-START_S = 120
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.services import START_S, Trio
+from support.environment import START_S
+from support.services import Trio
 
 from outrider.client import Client
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
+from support.environment import START_S
 
 from outrider.cli.local_services import Services, wait_for_draft
 from outrider.client import Client
@@ -20,7 +21,6 @@ from outrider.pairs import pair_path
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.structured import StructuredOutput
 
-START_S = 60.0
 HTTP = re.compile(r"gateway http on (\S+)")
 MODEL = "python"
 

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.environment import SEED
+from support.environment import SEED, START_S
 from support.heads import save_guess
 from support.models import letters_backend, tiny_hf_model
-from support.services import START_S
 
 from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options

@@ -283,7 +283,7 @@ def four_words(seed: int, position: int, purpose: Purpose, draw: int, completion
 
 
 @given(st.fixed_dictionaries(FIELDS), st.data(), st.sampled_from(sorted(FIELDS)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_two_requests_share_a_counter(request: dict[str, Any], data: st.DataObject, field: str) -> None:
     """Words are a bijection of the counter under one key, so equal words are equal counters."""
     other = {**request, field: data.draw(FIELDS[field])}
