@@ -125,7 +125,7 @@ prove: $(STAMP)
 # not run.
 prove-laws: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove --only-long tests/kernels tests/target_service tests/lossless/test_law.py \
-		tests/lossless/test_law_mutants.py tests/lossless/test_edges.py tests/lossless/test_state.py \
+		tests/lossless/test_law_services.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
 
 # Faults of one line in the product's own code, each of which a named test has to find.

@@ -106,7 +106,6 @@ EACH = [
     WITH_PENALTIES,
 ]
 EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
-TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=1_250)
 MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
 REENCODED = Setting("re-encoded", draft="reencoded", long=TOKENS_20K)

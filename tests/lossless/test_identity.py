@@ -14,9 +14,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from lossless import mutants as bugs
 from lossless.identity import LEVELS, NOT_CROSSED, Cell, Outcome, Work, assign, cells, check_happened, run, with_guesses
-from lossless.mutants import coupling_lets_one_more_stay
 from lossless.plain import (
     VOCAB,
     Arithmetic,
@@ -163,19 +161,6 @@ async def test_twins(plain: PlainOutputs, near_ties: dict[str, list[NearTie]]) -
     outcome = await run(work, target_model(Arithmetic.ORDINARY, twins=True))
     near_ties["target of twins"] = judge(work, outcome, plain, twins=True)
     assert near_ties["target of twins"]
-
-
-BUGS = [bugs.slots_are_written_once, bugs.a_prefix_hit_claims_a_block_that_it_has_not, coupling_lets_one_more_stay]
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-async def test_a_bug_is_seen(bug: bugs.Bug, plain: PlainOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding runs in another process, without the bug."""
-    (work,) = assign([replace(TWINS_CELL, batch=4, warm=True, coupled=True)], 8, 48)
-    plain.start(work.prompts, Arithmetic.INVARIANT)
-    bug(monkeypatch)
-    outcome = await run(work, target_model(Arithmetic.INVARIANT))
-    assert outcome.outputs != [plain.of(prompt, Arithmetic.INVARIANT) for prompt in work.prompts]
 
 
 def other_vocabulary() -> VocabularyMap:

@@ -41,8 +41,14 @@ DRAFT_SEQUENCE = "draft_service/outrider/draft_service/sequence.py"
 CHAINS = "draft_service/outrider/draft_service/chains.py"
 BRANCHES = "draft_service/outrider/draft_service/scheduler.py"
 DRAFT_ADMISSION = "draft_service/outrider/draft_service/admission.py"
+DRAWING = "proposers/outrider/proposers/drawing.py"
 DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
 LOCAL_DRAFTS = "gateway/outrider/gateway/peers/local_drafts.py"
+LOCAL_HEAD = "target_service/outrider/target_service/local_draft.py"
+FORCED = "target_service/outrider/target_service/forced.py"
+GATEWAY = "gateway/outrider/gateway/engine.py"
+PHILOX = "kernels/outrider/kernels/random/reference.py"
+KV_STORE = "kernels/outrider/kernels/kv_store/reference.py"
 FRAMES = "rpc/outrider/rpc/frames.py"
 CORE = "gateway/outrider/gateway/speculation/core.py"
 
@@ -610,5 +616,65 @@ MUTANTS = (
         "suspect=suspect, resumed=resumed, prediction=())",
         "suspect=suspect, resumed=resumed, prediction=(), seed=self.request.seed + self._target_opens - 1)",
         "tests/simulation/test_worlds.py::test_every_invariant_holds_under_faults",
+    ),
+    Mutant(
+        DRAFT_SEQUENCE,
+        "return not self._weighs or chain.num_unsent == 1",
+        "return True",
+        "tests/draft_service/test_engine.py::test_a_draft_with_weights_ends_by_nothing_that_was_drawn",
+    ),
+    Mutant(
+        DRAFT_ROWS,
+        "return len(self.text) + self.offset",
+        "return len(self.sequence) + self.offset",
+        "tests/draft_service/test_mapped.py::test_rounds_are_those_of_a_draft_that_computes_all_afresh",
+    ),
+    Mutant(
+        DRAWING,
+        "return logits.new_full((len(logits), self.size), -torch.inf)",
+        "return logits.new_full((len(logits), self.size), 0.0)",
+        "tests/lossless/test_law.py::test_a_draft_of_another_vocabulary",
+    ),
+    Mutant(
+        GRAMMAR,
+        "self._write_mask(place, masks[length - first])",
+        "self._write_mask(place, masks[max(0, length - first - 1)])",
+        "tests/engine/test_grammar.py::test_masks_along_drafted_tokens_are_those_of_single_steps",
+    ),
+    Mutant(
+        LOCAL_HEAD,
+        "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)",
+        "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn[::-1])",
+        "tests/lossless/test_statistics.py::test_tokens_follow_the_targets_law",
+    ),
+    Mutant(
+        GATEWAY,
+        "self._num_returned += cut.num_ids",
+        "self._num_returned += len(commit.ids)",
+        "tests/lossless/test_scenarios_stream.py::test_scenario_23_usage_counts_what_was_streamed",
+    ),
+    Mutant(
+        GATEWAY,
+        "token_ids=commit.ids[: cut.num_ids],",
+        "token_ids=commit.ids,",
+        "tests/lossless/test_scenarios_stream.py::test_scenario_22_a_stop_string_inside_a_window_ends_it",
+    ),
+    Mutant(
+        PHILOX,
+        "(purposes << PURPOSE_SHIFT) + draw, completions, seeds,",
+        "(purposes << PURPOSE_SHIFT) + draw, 0 * completions, seeds,",
+        "tests/kernels/test_random.py::test_purposes_draws_and_completions_share_no_word",
+    ),
+    Mutant(
+        KV_STORE,
+        "key_cache.flatten(0, 1).index_copy_(0, slot_mapping, keys)",
+        "key_cache.flatten(0, 1).index_add_(0, slot_mapping, keys)",
+        "tests/kernels/test_kv_store.py::test_rows_go_to_their_slots_and_others_stay",
+    ),
+    Mutant(
+        FORCED,
+        "if target.open.plain or window.parents or (target.rejects and window.goes_on) or (chain and chain.end > end):",
+        "if target.open.plain or window.parents or (chain and chain.end > end):",
+        "tests/lossless/test_forced_tokens.py::test_nothing_is_forced_where_the_drafts_next_token_takes_part",
     ),
 )
