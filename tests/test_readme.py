@@ -45,22 +45,6 @@ def test_there_is_no_other_command() -> None:
     assert {"make demo", "make test"} <= set(MAKE)
 
 
-def test_the_ci_runs_the_make_targets() -> None:
-    script = (REPOSITORY / ".ci/run").read_text(encoding="utf-8").splitlines()
-    assert set(script) >= BY_CI
-    assert os.access(REPOSITORY / ".ci/run", os.X_OK)
-
-
-def test_what_the_text_names_exists() -> None:
-    named = re.findall(r"`((?:make|outrider) [a-z-]+)`", README)
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    for command in named:
-        tool, name = command.split()
-        assert tool == "outrider" or re.search(rf"^{name}:", makefile, re.MULTILINE), command
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (REPOSITORY / link).exists(), link
-
-
 def make(command: str, tools: Path, **settings: str) -> str:
     """Runs a command of make's with the `outrider` of a folder; what it wrote."""
     arguments = shlex.split(command)

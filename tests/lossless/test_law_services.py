@@ -45,7 +45,6 @@ from lossless.law import (
 )
 
 from outrider.kernels.sampling.reference import draw_integer
-from outrider.kernels.verify.reference import accept_uniforms
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.draft_buffer import ChainBuffer
 
@@ -57,8 +56,8 @@ def weights_at(context: Tokens) -> Weights:
 # A drafted token and what judges it
 
 
-def drafts_by_words(share: bool) -> list[Proposal]:
-    """Production's draw from the integers, for every cell of the words; with `share` the coin is the same word's."""
+def drafts_by_words() -> list[Proposal]:
+    """Production's draw from the integers, for every cell of the words."""
     proposals = []
     for cells in product(range(PARTS), repeat=NUM_DRAFTED):
         words = torch.tensor([[cell << 28, 0, 0, 0] for cell in cells])  # [drafted, 4]
@@ -68,13 +67,12 @@ def drafts_by_words(share: bool) -> list[Proposal]:
             starts = torch.tensor([0, len(weights)])
             ids = (*ids, int(draw_integer(torch.arange(len(weights)), weights, starts, words[place : place + 1])))
         vectors = tuple(sparse(weights_at(ids[:place])) for place in range(NUM_DRAFTED))
-        uniforms = tuple(accept_uniforms(words).tolist()) if share else None
-        proposals.append(Proposal(Fraction(1, PARTS**NUM_DRAFTED), ids, vectors, uniforms=uniforms))
+        proposals.append(Proposal(Fraction(1, PARTS**NUM_DRAFTED), ids, vectors))
     return proposals
 
 
 def test_words_of_their_own_are_exact() -> None:
-    assert distance(law_of(endings_of(drafts_by_words(share=False)))) == 0
+    assert distance(law_of(endings_of(drafts_by_words()))) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +355,7 @@ def mode_by_the_tokens_before() -> Law:
 def drawn_again(is_truncated: Callable[[Proposal], bool]) -> Law:
     """Where a chain's first token is refused, the next one draws the second place anew: with a table of weights that
     the refused chain decides, which are sent. Of a constraint whose masks are dropped once one of them took long."""
-    chains = [replace(chain, origin=cell % PARTS) for cell, chain in enumerate(drafts_by_words(share=False))]
+    chains = [replace(chain, origin=cell % PARTS) for cell, chain in enumerate(drafts_by_words())]
     endings = endings_of(chains)
     again: list[Proposal] = []
     for end in (end for end in endings if not end.num_accepted):
