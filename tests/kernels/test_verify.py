@@ -4,7 +4,7 @@ Coupled acceptance: the tokens are those of plain coupled decoding, whatever is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -31,13 +31,7 @@ from outrider.kernels.verify.reference import (
 LAST_COIN = 1 - 2.0**-24
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and lose much when the processor is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 AcceptOne = Callable[[list[list[float]], list[int], list[Vector], list[float]], tuple[int, list[float]]]

@@ -8,7 +8,7 @@ A target that samples under top-p: all that acceptance sees must be cut alike.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -48,14 +48,7 @@ from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import Lexicon, Token
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and lose much when the processor is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def law_with(proposals: Sequence[Proposal], rule: AcceptRule = accept, bonus: bool = True, length: int = LENGTH) -> Law:

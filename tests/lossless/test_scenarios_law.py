@@ -33,6 +33,8 @@ from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
 from outrider.target_service.verifier import HostVerifier
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, K, LENGTH, CELLS = 4, 2, 3, 8
 PROMPT = (0,)
 Ids = tuple[int, ...]
@@ -145,15 +147,6 @@ def _scheduled(
     return ScheduledSequence(target, len(PROMPT), len(PROMPT) - 1, K + 1, window, True, K + 1, index * (K + 1))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Small tensors gain nothing from threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 RAW = [(9, 3, 2, 2), (2, 6, 2, 6), (2, 2, 3, 9), (6, 2, 6, 2)]
 KEPT = [(3, 1, 0, 0), (0, 1, 0, 1), (0, 0, 1, 3), (1, 0, 1, 0)]  # what top_p, or top_k, leaves of them
 
@@ -168,10 +161,9 @@ def test_scenario_01_target_probs_are_processed(sampling: dict[str, Any], monkey
     assert toy.distance(monkeypatch) == 0 and not leaked
 
 
-def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    """6: tokens are drawn in one precision and judged by probabilities in another."""
-    assert Toy().distance(monkeypatch) == 0
-    # And in production: over every point that a draw can start from, ids come up as often as their weights say.
+def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire() -> None:
+    """6: tokens are drawn in one precision and judged by probabilities in another. Over every point that a draw can
+    start from, ids come up as often as their weights say."""
     probs = torch.tensor([[0.4, 0.3, 0.1234, 0.1, 0.0766]]).bfloat16().float()
     samples = draft_sample(probs, torch.zeros(1, 4, dtype=torch.int64))
     ids, weights, total = samples.entry_ids, samples.entry_weights, int(samples.entry_weights.sum())
@@ -194,21 +186,17 @@ def test_scenario_07_the_least_coin_accepts_no_impossible_token(send: Any, monke
     assert counts == [0] * 4
 
 
-def test_scenario_08_the_residual_fits_the_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8: tokens are accepted by min(1, target / draft), and the recovered one is drawn as if the draft were one-hot."""
-    assert Toy().distance(monkeypatch) == 0
-    assert Toy().distance(monkeypatch, lambda *_: None) == 0  # for a one-hot draft that residual is right
+@pytest.mark.parametrize("send", [honest, lambda *_: None], ids=["weights", "one-hot"])
+def test_scenarios_08_and_10_the_residual_is_of_the_refused_row_and_fits_the_acceptance(
+    send: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8: tokens are accepted by min(1, target / draft), and the recovered one is drawn as if the draft were one-hot;
+    10: or from the row after the refused one, so that a token is silently left out."""
+    assert Toy().distance(monkeypatch, send) == 0
 
 
-def test_scenario_09_acceptance_by_equality_has_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """9: tokens are accepted if the target drew the same, and else a residual is drawn instead of the target's own."""
-    assert Toy().distance(monkeypatch) == 0
-    # Coupling, which does accept by equality, has no residual: its recovered token is the very one that differed.
+def test_scenario_09_acceptance_by_equality_has_no_residual() -> None:
+    """9: tokens are accepted if the target drew the same, and else a residual is drawn instead of the target's own.
+    Coupling, which does accept by equality, has none: its recovered token is the very one that differed."""
     choices, drafted = torch.tensor([1, 2, 3]), torch.tensor([1, 0])
     assert [part.tolist() for part in coupled_accept(choices, Windows.of([2]), drafted)] == [[1], [2]]
-
-
-@pytest.mark.parametrize("send", [honest, lambda *_: None], ids=["weights", "one-hot"])
-def test_scenario_10_the_residual_is_of_the_refused_row(send: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10: the recovered token is drawn from the row after the refused one: a token is silently left out."""
-    assert Toy().distance(monkeypatch, send) == 0

@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(VERIFIER, "tests/lossless/test_scenarios_stream.py::test_scenario_24_a_seeds_output_depends_on_nothing_else",
            "    for member in members:\n        key, ahead, first",
            "    for member in members[::-1]:\n        key, ahead, first"),
-    Mutant(LAYOUT, "tests/lossless/test_scenarios_law.py::test_scenario_10_the_residual_is_of_the_refused_row",
+    Mutant(LAYOUT, "tests/lossless/test_scenarios_law.py::test_scenarios_08_and_10_the_residual_is_of_the_refused_row_and_fits_the_acceptance",
            "return self.row_starts + torch.minimum(num_accepted, self.num_rows - 1)",
            "return self.row_starts + torch.minimum(num_accepted + 1, self.num_rows - 1)"),
     Mutant(LAYOUT, "tests/lossless/test_law.py::test_joint_law_is_plain_decodings",
