@@ -198,6 +198,7 @@ def test_every_round_commits_a_token(rule: dict[str, Any]) -> None:
         harness = TargetHarness.of(target_model(batch_invariant=False))
         run_rounds(harness, requests, {r.sequence_id: lambda tokens, k: ([5] * k, []) for r in requests}, k)
         commits = [commit for request in requests for commit in harness.commits(request.sequence_id)]
+        assert len(commits) == 12 * len(requests)
         assert all(len(c.ids) == 1 and c.num_accepted == 0 and c.num_drafted > 0 for c in commits)
 
 
