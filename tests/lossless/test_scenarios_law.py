@@ -5,9 +5,8 @@ weights powers of two with total 4, so that every threshold of the acceptance te
 position, each in the middle of its cell, stand for all. The verifier gets logits, windows and weights as in a step;
 only its coins and its last draw are replaced, the one by the enumeration, the other by the weights that it draws from.
 
-Bugs of other speculative decoders, each a scenario: those that bend the law of the tokens. Verified windows are
-enumerated through the target's own judging; their distance from plain decoding is exactly 0. (tests/mutation/mutants.py
-puts such bugs into it.)"""
+Bugs that other speculative decoders had, each a scenario by its number: those that bend the law of the tokens. Its
+distance from plain decoding is exactly 0. (tests/mutation/mutants.py puts such bugs into it.)"""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""The scenarios are a list: twenty-five bugs that other speculative decoders had, each a test named by its number.
-
-`pytest tests/lossless -k scenario --collect-only` shows them; each test's docstring says the bug.
-
-Bugs of other speculative decoders, each a scenario: where a stream ends, what it counts, and what it may depend
-on.
-
-Bugs of other speculative decoders, each a scenario: keys and values, rollback, and the prefix cache."""
+"""Bugs that other speculative decoders had, each a scenario by its number: where a stream ends, what it counts and what it
+may depend on; keys and values, rollback and the prefix cache. `pytest tests/lossless -k scenario --collect-only` lists
+all twenty-five; a test's docstring says the bug."""
 
 from __future__ import annotations
 
