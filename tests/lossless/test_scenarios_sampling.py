@@ -1,5 +1,6 @@
-"""Bugs that other speculative decoders had, each a scenario by its number: processors, masks and log probabilities inside a
-window; the draft's probabilities on their way to the acceptance; rows that are no numbers, and weights that are no law."""
+"""Bugs that other speculative decoders had, each a scenario by its number: processors, masks and log probabilities
+inside a window; the draft's probabilities on their way to the acceptance; rows that are no numbers, and weights that
+are no law."""
 
 from __future__ import annotations
 

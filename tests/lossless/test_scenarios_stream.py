@@ -1,6 +1,6 @@
-"""Bugs that other speculative decoders had, each a scenario by its number: where a stream ends, what it counts and what it
-may depend on; keys and values, rollback and the prefix cache. `pytest tests/lossless -k scenario --collect-only` lists
-all twenty-five; a test's docstring says the bug."""
+"""Bugs that other speculative decoders had, each a scenario by its number: where a stream ends, what it counts and what
+it may depend on; keys and values, rollback and the prefix cache. `pytest tests/lossless -k scenario --collect-only`
+lists all twenty-five; a test's docstring says the bug."""
 
 from __future__ import annotations
 
