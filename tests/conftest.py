@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from hypothesis import settings
-from support.layers import is_heavy
+from support.layers import SERVICES, is_heavy
 
 # Triton kernels are interpreted where there is no GPU. Triton reads this when it is first imported, which transformers
 # does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
@@ -44,7 +44,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked slow belongs to the long proof alone; what has no long form need not run again for it."""
     if not config.getoption("--prove"):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
+        unwanted = SERVICES if config.getoption("--quick") else set[str]()
+        left_out = [item for item in items if item.get_closest_marker("slow") or unwanted & fixtures_of(item)]
     elif config.getoption("--only-long"):
         left_out = [item for item in items if not has_long_form(item)]
     else:
@@ -56,7 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def has_long_form(item: pytest.Item) -> bool:
     """Whether `--prove` changes what a test does, or whether it runs."""
-    return item.get_closest_marker("slow") is not None or "prove" in getattr(item, "fixturenames", ())
+    return item.get_closest_marker("slow") is not None or "prove" in fixtures_of(item)
+
+
+def fixtures_of(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

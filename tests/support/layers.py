@@ -1,5 +1,5 @@
-"""Which tests `make quick` leaves out: those that start services, compile, or decode for long. All else answers in
-minutes."""
+"""Which tests `make quick` leaves out: those that start services, compile or interpret kernels, or decode for long. All
+else answers in minutes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ HEAVY = tuple(
         "bench",
         "chaos",
         "cli/test_demo.py",
+        "clients",
         "containers",
         "e2e",
         "engine/test_decoder_compiles.py",
+        "engine/test_decoder_triton.py",
         "gateway/test_page.py",
         "hostile",
+        "kernels/test_attention.py",
         "kernels/test_compiles.py",
+        "kernels/test_random_triton.py",
+        "kernels/test_sampling_triton.py",
+        "kernels/test_verify_triton.py",
         "llm/test_docs.py",
         "llm/test_vllm_scripts.py",
         "lossless/test_adapters.py",
@@ -38,6 +44,9 @@ HEAVY = tuple(
         "training",
     )
 )
+
+
+SERVICES = {"trio"}  # fixtures that start processes
 
 
 def is_heavy(path: Path) -> bool:
