@@ -23,12 +23,14 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [METHOD=suffix] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make quick [ARGS="-k gateway"]                                    most tests, in minutes: no services, compilers, long decoding'
+	@echo 'make nightly [SEED=7]                                             everything, the long proofs too, with a fresh seed'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
@@ -71,6 +73,21 @@ test: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+quick: $(STAMP)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --quick $(ARGS)
+
+# A seed that no run has had, which is printed: with it the same cases come again.
+nightly: $(STAMP) $(VLLM_STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python .ci/tools || true
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh
+	examples/clients/install.sh
+	seed=$(if $(call given,SEED),"$$SEED",$$($(BIN)/python -c 'import secrets; print(1 + secrets.randbelow(2**31))')); \
+	echo "nightly with SEED=$$seed"; $(ONE_EACH) TEST_SEED=$$seed OUTRIDER_CI_STRICT=1 \
+		OUTRIDER_CI_MISSING="$$(paste -sd' ' build/ci/missing-tools)" $(BIN)/python -m pytest $(WORKERS) \
+		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs $(LONGEST) tests $(ARGS)
+	$(MAKE) test-vllm mutants ARGS=
+	$(MAKE) fuzz ARGS='--seconds 600'
+
 test-clients: $(STAMP)
 	examples/clients/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
@@ -106,7 +123,7 @@ prove: $(STAMP)
 # not run.
 prove-laws: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove --only-long tests/kernels tests/target_service tests/lossless/test_law.py \
-		tests/lossless/test_law_mutants.py tests/lossless/test_edges.py tests/lossless/test_state.py \
+		tests/lossless/test_law_services.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
 
 # Faults of one line in the product's own code, each of which a named test has to find.

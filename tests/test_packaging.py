@@ -29,7 +29,7 @@ from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, ex
 from support.gateways import save_toy_tokenizer
 from test_layout import REPOSITORY, ROOTS, Import, imports_of, sources
 
-from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS
+from outrider.cli.__main__ import COMMANDS
 from outrider.client import Client
 
 LIBRARIES = {"client": "", "llm": "llm", "training": "llm"}  # what is imported, not run by a command
@@ -140,7 +140,7 @@ def with_dependencies(names: set[str]) -> set[str]:
 
 def entries(extra: str) -> list[str]:
     """The modules that an extra is for: its commands', and what is imported."""
-    commands = [command for command in (*COMMANDS.values(), *SUBCOMMANDS.values()) if command.extra == extra]
+    commands = [command for command in COMMANDS.values() if command.extra == extra]
     packages = [package for package, needed in LIBRARIES.items() if needed == extra]
     return [command.module for command in commands] + [
         name for name in MODULES for package in packages if f"{name}.".startswith(f"outrider.{package}.")

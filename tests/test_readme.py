@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.environment import START_S
 from support.models import save_tiny, tiny_hf_model, tiny_state, train_byte_level
-from support.services import START_S, Trio, succeed
+from support.services import Trio, succeed
 
 from outrider.cli import demo
 from outrider.cli.local_services import Service, Services, wait_for_draft
@@ -42,22 +43,6 @@ OUTRIDER = [command for command in commands() if command.startswith("outrider ")
 def test_there_is_no_other_command() -> None:
     assert MAKE and OUTRIDER and set(MAKE) | set(OUTRIDER) == set(commands())
     assert {"make demo", "make test"} <= set(MAKE)
-
-
-def test_the_ci_runs_the_make_targets() -> None:
-    script = (REPOSITORY / ".ci/run").read_text(encoding="utf-8").splitlines()
-    assert set(script) >= BY_CI
-    assert os.access(REPOSITORY / ".ci/run", os.X_OK)
-
-
-def test_what_the_text_names_exists() -> None:
-    named = re.findall(r"`((?:make|outrider) [a-z-]+)`", README)
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    for command in named:
-        tool, name = command.split()
-        assert tool == "outrider" or re.search(rf"^{name}:", makefile, re.MULTILINE), command
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (REPOSITORY / link).exists(), link
 
 
 def make(command: str, tools: Path, **settings: str) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.services import COMMON, START_S, Trio, succeed
+from support.environment import START_S
+from support.services import COMMON, Trio, succeed
 from test_layout import REPOSITORY, package_of, sources
 
 from outrider.cli.local_services import Services, wait_for_draft

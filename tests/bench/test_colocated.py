@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.engines import hf_greedy
-from support.environment import SEED
+from support.environment import SEED, START_S
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,7 +21,6 @@ from outrider.client import SyncClient
 from outrider.proposers.draft_model import DraftModelProposer
 
 LENGTH = 24
-START_S = 60.0
 
 
 @pytest.fixture

@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.environment import START_S
 from support.fakes import ToyTarget
 from support.gateways import gateway
 from support.heads import random_head_of
+from support.proofs import mostly_long
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli import demo
@@ -30,7 +32,6 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.pairs import expansion, pair_path
 from outrider.proposers.registry import METHODS, make_proposer
 
-START_S = 120
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
 
 
@@ -115,7 +116,7 @@ def test_a_signal_while_the_services_start(tmp_path: Path) -> None:
     assert not wait_gone(children)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_long(METHODS, ["draft_model"]))
 def test_every_method(method: str, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
@@ -147,7 +148,7 @@ def test_a_head_without_a_draft(tmp_path: Path) -> None:
     assert re.search(r"same tokens +yes", said)
 
 
-@pytest.mark.parametrize("method", pair_path().heads)
+@pytest.mark.parametrize("method", mostly_long(pair_path().heads, list(pair_path().heads)[:1]))
 def test_every_head_of_the_pair(method: str, tmp_path: Path) -> None:
     said = succeed(
         "demo", "--method", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",

@@ -6,12 +6,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from lossless.mutants import (
-    Mutation,
-    mapped_draws_are_not_renormalised,
-    mapped_noise_is_indexed_by_own_ids,
-    mapped_positions_are_the_drafts,
-)
 from support.engines import GREEDY, SAMPLED, DraftHarness, commit, credit, naive, new_open
 from support.environment import SEED
 
@@ -95,17 +89,6 @@ def test_rounds_are_those_of_a_draft_that_computes_all_afresh(name: str) -> None
         harness.send(commit(1, len(tokens), *new, chain=said[0].chain, num_drafted=K, num_accepted=kept))
         tokens += new
         harness.check()
-
-
-@pytest.mark.parametrize(
-    ("bug", "name"),
-    [(mapped_noise_is_indexed_by_own_ids, "coupled"), (mapped_positions_are_the_drafts, "coupled"),
-     (mapped_positions_are_the_drafts, "weights"), (mapped_draws_are_not_renormalised, "weights")],
-)  # fmt: skip
-def test_a_bug_is_seen(bug: Mutation, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)
-    with pytest.raises(AssertionError, match=r"^assert \(\d+, "):
-        test_rounds_are_those_of_a_draft_that_computes_all_afresh(name)
 
 
 def test_branches_go_on_from_their_guesses() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -261,14 +261,6 @@ def noughts(weights: dict[str, torch.Tensor]) -> None:
 
 
 HARM = pytest.mark.parametrize("harm", [not_numbers, one_not_a_number, noughts], ids=lambda harm: harm.__name__)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @HARM

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from support.environment import START_S
 from support.gateways import METRICS
 from support.metrics import Samples, samples_of
 from support.models import ascii_backend, save_tiny
@@ -25,7 +26,6 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 VOCAB, END = 97, 2
-START_S = 60.0
 NAMES = ["ada", "grace", "barbara", "katherine"]
 SCHEMA = json.dumps(
     {"type": "array", "minItems": 8, "maxItems": 8, "items": {"enum": NAMES}},

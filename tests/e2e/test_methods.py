@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from lossless import statistics
 from support.embedded import embedded_target
 from support.proofs import on_a_diagonal
 
@@ -163,7 +162,3 @@ async def test_one_that_dies_in_mid_round_changes_no_token(method: str, temperat
                 if len(tokens) > NUM_TOKENS // 2 and "sequential" in modes:
                     await draft.kill()
     assert tokens == plain and "sequential" in modes and modes[-1] == "off"
-
-
-def test_the_proof_of_the_law_draws_by_every_method() -> None:
-    assert {setting.method for setting in (*statistics.SHORT, *statistics.LONG)} >= METHODS.keys()

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.metrics import samples_of
 from support.models import other_weights
 from support.services import outrider_process
@@ -25,7 +26,6 @@ from outrider.rpc.messages import Reloaded
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
-START_S = 60.0
 HTTP = re.compile(r"gateway http on (\S+)")
 NUM_TOKENS = 240
 REQUESTS: list[dict[str, Any]] = [

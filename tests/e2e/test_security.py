@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.certificates import Authority
+from support.environment import START_S
 from support.models import save_tiny, train_byte_level
 from support.services import outrider, succeed
 
@@ -27,7 +28,6 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.security import ClientTls, PemFiles
 
 VOCAB = 300
-START_S = 300.0  # of a busy machine
 HTTP = re.compile(r"gateway http on (\S+)")
 LISTEN = ("--listen", "127.0.0.1:0")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.metrics import samples_of
 from support.models import save_tiny, train_byte_level
 
@@ -28,7 +29,6 @@ from outrider.v1 import draft_pb2_grpc, generation_pb2_grpc
 from outrider.v1 import generation_pb2 as pb
 
 VOCAB = 300
-START_S = 60.0
 NUM_TOKENS = 64
 METRICS = re.compile(r"draft metrics on (\S+)")
 LEARNED = ("draft_learned", (("kind", "suffix_sequences"),))

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 
 from outrider.cli.local_services import Service, Services
@@ -25,7 +26,6 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 VOCAB = 300
-START_S = 60.0
 PROMPT = [11, 12, 13]
 HTTP = re.compile(r"gateway http on (\S+)")
 

@@ -233,7 +233,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
 
 TestSequenceMachine = SequenceMachine.TestCase
-TestSequenceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSequenceMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def admitted(cache: KVCacheManager, tokens: list[int], salt: str = "") -> CachedSequence:

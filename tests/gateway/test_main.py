@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, draft_info, expected, serving, target_info
 from support.gateways import (
     HTTP,
@@ -18,7 +19,6 @@ from support.gateways import (
     NOT_SERVING,
     PROMPT,
     SERVING,
-    START_S,
     announced,
     gateway,
     health,

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import ToyDraft, ToyTarget, target_info, until
 from support.gateways import gateway
 
@@ -291,7 +292,6 @@ async def test_hostile_text_is_text(browser: Any) -> None:
         await seen.page.close()
 
 
-START_S = 60
 INSTALLS = ["make install", ". .venv/bin/activate"]  # what stands before; here it is installed
 NAMED = "127.0.0.1:8000"
 READY = "Ctrl-C ends all three."

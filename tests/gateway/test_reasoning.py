@@ -105,7 +105,7 @@ def test_every_window_tells_the_same(opens: bool, output: str, reasoning: str, t
         assert parts.finished
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.one_of(st.sampled_from([START, END, *ids_of("abab ")]), st.integers(0, 399)), max_size=24),
     cuts=st.lists(st.integers(0, 24), max_size=6),

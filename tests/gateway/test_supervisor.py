@@ -15,8 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import TargetServicer, ToyTarget, expected, serving, target_info, until
-from support.gateways import HTTP, METRICS, PROMPT, START_S, announced, running, save_toy_tokenizer, until_serving
+from support.gateways import HTTP, METRICS, PROMPT, announced, running, save_toy_tokenizer, until_serving
 from support.metrics import samples_of
 from support.services import children_of
 

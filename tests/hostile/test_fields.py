@@ -72,7 +72,7 @@ async def at_once(cases: Sequence[Item], ask: Callable[[Item], Awaitable[str | N
         return None if problem is None else f"{str(case)[:300]}: {problem}"
 
     problems = [problem for problem in await asyncio.gather(*map(asked, cases)) if problem is not None]
-    assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems[:20])
+    assert cases and not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems[:20])
 
 
 def problem_of(error: OutriderError) -> str | None:

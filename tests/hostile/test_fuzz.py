@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 from hostile.entries import Entry, altered, entries
 from hostile.fuzz import most_bytes
+from support.environment import SEED
 
-SEED = int(os.environ.get("TEST_SEED", "0"))
 NAMES = (
     "DraftService frames to the service", "DraftService frames to the gateway", "TargetService frames to the service",
     "TargetService frames to the gateway", "completions", "chat", "responses", "tokenize", "detokenize", "weights",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.environment import START_S
 from support.metrics import sample_names
 from support.prometheus import DASHBOARDS, Prometheus, names_in, panels, program, rules, scraping, without_comparison
-from support.services import COMMON, START_S
+from support.services import COMMON
 
 from outrider.cli.local_services import Services, wait_for_draft
 from outrider.cli.serve import METRICS

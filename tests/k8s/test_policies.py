@@ -172,18 +172,17 @@ def test_routes_reach_gateways_by_tls(name: str) -> None:
     assert not [port for port in service["spec"]["ports"] if "h2c" in port.get("appProtocol", "")], "that is plaintext"
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_who_comes_by_a_public_route_shows_a_token(name: str) -> None:
+def test_who_comes_by_a_public_route_shows_a_token() -> None:
     """Of a Secret that the overlay does not hold, and that a pod waits for."""
-    overlay = Overlay(name)
-    (workload,) = [one for one in overlay.workloads if one.role == "gateway"]
-    if not overlay.of("HTTPRoute"):
-        return
-    path = settings_of(workload).tokens
-    assert path is not None
-    (mount,) = [one for one in workload.container["volumeMounts"] if one["mountPath"] == str(path.parent)]
-    (volume,) = [one for one in workload.pod["volumes"] if one["name"] == mount["name"]]
-    assert not volume["secret"].get("optional") and not overlay.of("Secret")
+    routed = [overlay for overlay in map(Overlay, OVERLAYS) if overlay.of("HTTPRoute")]
+    assert routed
+    for overlay in routed:
+        (workload,) = [one for one in overlay.workloads if one.role == "gateway"]
+        path = settings_of(workload).tokens
+        assert path is not None, overlay
+        (mount,) = [one for one in workload.container["volumeMounts"] if one["mountPath"] == str(path.parent)]
+        (volume,) = [one for one in workload.pod["volumes"] if one["name"] == mount["name"]]
+        assert not volume["secret"].get("optional") and not overlay.of("Secret"), overlay
 
 
 @pytest.mark.parametrize("name", SECURED)

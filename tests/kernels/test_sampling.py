@@ -156,7 +156,7 @@ LOGITS = st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=VOCAB_SIZE, 
 
 
 @given(st.lists(st.tuples(LOGITS, ROWS), min_size=1, max_size=4), st.sets(TOKENS, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equals_the_reference(cases: list[tuple[list[float], Row]], banned: set[int]) -> None:
     rows = [
         replace(row, banned=tuple(banned) if set(row.allowed or range(VOCAB_SIZE)) - banned else ()) for _, row in cases
@@ -263,7 +263,7 @@ def draft_words(count: int, position: int = 0) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 32767), min_size=1, max_size=5), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_draw_is_the_floor_of_an_exact_product(weights: list[int], number: int) -> None:
     point, expected = sum(weights) * number >> 64, 0
     while point >= sum(weights[: expected + 1]):

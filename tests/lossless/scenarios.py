@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,11 +32,6 @@ from outrider.target_service.sequence import TargetSequence
 
 Forward = Callable[[Sequence[BatchEntry]], Tensor]
 FRESH_BLOCKS = 16
-
-
-def seen(bug: object) -> AbstractContextManager[Any]:
-    """Around the checks of a scenario: with its bug put in, one of them must fail."""
-    return pytest.raises(AssertionError) if bug else nullcontext()
 
 
 class FreshPrefill:

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.environment import SEED
+from support.environment import SEED, START_S
 from support.heads import save_guess
 from support.models import letters_backend, tiny_hf_model
-from support.services import START_S
 
 from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options
@@ -107,7 +106,6 @@ EACH = [
     WITH_PENALTIES,
 ]
 EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
-TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=1_250)
 MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
 REENCODED = Setting("re-encoded", draft="reencoded", long=TOKENS_20K)

@@ -133,13 +133,6 @@ async def test_each_call_has_the_targets_law(
     assert await shares(drafting(), rule, fresh) == [LIKELIER] * NUM_CALLS
 
 
-@pytest.mark.parametrize("drafting", [AtService, AtGateway])
-async def test_a_draft_that_recalls_what_its_seed_said_is_seen(drafting: Callable[[], Drafting]) -> None:
-    """As if each were the gateway's own, which does not come again."""
-    found = await shares(drafting(), AcceptanceRule.REJECTION, [True] * NUM_CALLS)
-    assert found == [LIKELIER, Fraction(82, 100), LIKELIER, Fraction(82, 100), LIKELIER]
-
-
 async def test_what_a_store_file_brings_is_recalled_for_no_such_seed(tmp_path: Path) -> None:
     drafted: list[list[int]] = []
 

@@ -23,6 +23,8 @@ from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreter"]
 
+pytestmark = pytest.mark.compilers
+
 LIMITS = StepLimits(max_rows=8, max_sequences=8, max_query_len=2)
 PROMPT = list(range(5, 17))  # with a window a block is full
 COUPLED, REJECTION = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION

@@ -95,7 +95,7 @@ SAMPLING = st.builds(
 )
 
 
-FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FEW

@@ -21,6 +21,7 @@ import grpc.aio
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
+from support.environment import START_S
 from support.fakes import ToyDraft, ToyTarget
 from support.models import save_tiny, train_byte_level
 from tokenizers import AddedToken, Regex, pre_tokenizers
@@ -239,7 +240,6 @@ def text_of_parts(parts: list[Part], index: int = 0) -> str:
     return "".join(part.text for part in parts if part.index == index)
 
 
-START_S = 60
 HTTP = r"gateway http on (\S+)"
 METRICS = r"gateway metrics on (\S+)"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -145,7 +145,7 @@ def drawn(strategy: SearchStrategy, count: int) -> list[Any]:
     found: list[Any] = []
 
     @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=count, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.environment import START_S
 
 from outrider.cli.__main__ import main
 from outrider.cli.local_services import Service, Services, wait_for_draft
@@ -94,7 +95,6 @@ def succeed(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None
     return done.stdout
 
 
-START_S = 60
 COMMON = ("--listen", "127.0.0.1:0", "--grace-s", "1")
 
 

@@ -34,6 +34,8 @@ from outrider.target_service.device_verifier import verifier_of
 
 __all__ = ["gpu", "interpreter"]
 
+pytestmark = pytest.mark.compilers
+
 LIMITS = StepLimits(max_rows=8, max_sequences=4, max_query_len=2)
 MAX_TOKENS = 7
 PLAIN: dict[str, dict[str, Any]] = {  # what columns say

@@ -122,7 +122,7 @@ def test_a_prompt_adds_its_share_of_the_time() -> None:
     assert goodput.rows_beside(32, 0.5) == 23  # half of 32 ms and of a pause of nearly 16
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     chances=st.lists(st.lists(st.floats(0.05, 1.0), max_size=4), min_size=1, max_size=3),
     steps=st.lists(st.floats(0.0, 2.0), min_size=13, max_size=13),

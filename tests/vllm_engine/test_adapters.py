@@ -25,10 +25,11 @@ from e2e.test_adapters import PROMPT, VOCAB, Slow, answer, ids_of, tally_of
 from hostile.test_adapters import as_pickle, set_first, set_number
 from support.adapters import WEIGHTS_FILE, merged, save_adapter
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.fakes import until
 from support.models import tiny_hf_model, tiny_state, train_byte_level
 from support.services import children_of
-from vllm_engine.test_service import BLOCK, START_S, command_of, near_ties, start
+from vllm_engine.test_service import BLOCK, command_of, near_ties, start
 
 from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.engine.adapters.loader import load_adapter as load_on_ours

@@ -13,10 +13,11 @@ import pytest
 import torch
 from lossless.statistics import LETTERS, MODEL_SEED, VOCAB
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.models import TINY, letters_backend, tiny_hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_engine.test_llm import quantised
-from vllm_engine.test_service import START_S, generate, near_ties, start, tokens_of, vllm_arguments
+from vllm_engine.test_service import generate, near_ties, start, tokens_of, vllm_arguments
 
 from outrider.cli.local_services import Services, wait_for_draft
 from outrider.pairs import pair_path

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.environment import START_S
 from support.services import alive
 
 from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_draft
@@ -18,7 +19,7 @@ from outrider.client import SyncClient
 from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
 
-START_S, END_S = 240.0, 60.0
+END_S = 60.0
 PROMPT = "def parse_args(argv):"
 NUM_TOKENS = 32
 

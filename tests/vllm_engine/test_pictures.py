@@ -19,10 +19,11 @@ import grpc
 import httpx
 import pytest
 from PIL import Image
+from support.environment import START_S
 from support.fakes import read_slowly, until
 from support.models import tiny_hf_model
 from support.pictures import EOS_ID, NUM_PLACES, TEXT_SHAPE, data_url, picture, save_seeing
-from vllm_engine.test_service import START_S, start, tokens_of
+from vllm_engine.test_service import start, tokens_of
 
 from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.gateway.peers.remote import RemoteTargets

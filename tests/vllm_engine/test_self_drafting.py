@@ -16,6 +16,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
+from support.environment import START_S
 from support.heads import random_head_of, save_mimo
 from support.metrics import samples_of
 from support.services import children_of, wait_gone
@@ -26,7 +27,6 @@ from outrider.client import SyncClient
 from outrider.llm import LLM, LoRARequest, SamplingParams
 from outrider.pairs import pair_path
 
-START_S = 240.0
 PROMPTS = ["def parse_args(argv):", "import os\n", "class Worker:"]
 NUM_TOKENS = 32
 K = 4

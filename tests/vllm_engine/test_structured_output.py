@@ -16,6 +16,7 @@ import grpc
 import pytest
 import torch
 from openai import AsyncOpenAI
+from support.environment import START_S
 from support.fakes import until
 from support.models import tiny_hf_model
 from support.services import children_of
@@ -33,7 +34,6 @@ from outrider.rpc.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
-START_S = 180.0
 VOCAB, EOS = 400, 0
 SHAPE = {"vocab_size": VOCAB, "head_dim": 32, "eos_token_id": EOS}
 PROMPTS = [[11, 12, 13], [70, 80, 90, 100], [5, 6, 5, 6, 5, 6], [200, 300]]
