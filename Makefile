@@ -84,7 +84,7 @@ nightly: $(STAMP) $(VLLM_STAMP)
 	seed=$(if $(call given,SEED),"$$SEED",$$($(BIN)/python -c 'import secrets; print(1 + secrets.randbelow(2**31))')); \
 	echo "nightly with SEED=$$seed"; $(ONE_EACH) TEST_SEED=$$seed OUTRIDER_CI_STRICT=1 \
 		OUTRIDER_CI_MISSING="$$(paste -sd' ' build/ci/missing-tools)" $(BIN)/python -m pytest $(WORKERS) \
-		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs $(LONGEST) tests $(ARGS)
+		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs tests $(ARGS)
 	$(MAKE) test-vllm mutants ARGS=
 	$(MAKE) fuzz ARGS='--seconds 600'
 
