@@ -23,7 +23,7 @@ from outrider.planner.policy import Policy, Round
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 VOCAB = 97
 LENGTH = 24

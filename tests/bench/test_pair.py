@@ -30,7 +30,7 @@ from outrider.bench.worker import BenchWorker, BenchWorkerFailed
 from outrider.cli.local_services import Folders
 from outrider.client import SpeculationStats
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 WAYS = {"outrider plain", "outrider rejection", "outrider head"}
 

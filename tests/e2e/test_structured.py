@@ -18,7 +18,7 @@ from outrider.cli.local_services import Services, wait_for_draft
 from outrider.client import Client
 from outrider.pairs import pair_path
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 START_S = 60.0
 HTTP = re.compile(r"gateway http on (\S+)")

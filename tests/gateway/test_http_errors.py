@@ -19,7 +19,7 @@ from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Failure, to_failure
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 BOTH = [
     ("temperature", -1.0),

@@ -21,21 +21,15 @@ from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
 from outrider.gateway.http.json_text import InPieces
-from outrider.gateway.http.protocol import (
-    ChatBody,
-    CompletionBody,
-    HttpOptions,
-    parse_body,
-    read_chat,
-    read_completion,
-)
+from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions, parse_body, read_chat, read_completion
 from outrider.gateway.http.responses_input import ResponsesBody, read_responses
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.servicer import decode_request
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
-from outrider.rpc.messages import TokenLogprob
-from outrider.rpc.sampling_params import PARAMETERS, AcceptanceRule, StructuredOutput
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import PARAMETERS, AcceptanceRule
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}

@@ -10,18 +10,13 @@ from support.fakes import VOCAB as TOY_VOCAB
 from support.fakes import draft_info, target_info
 from support.gateways import toy_tokenizer
 
-from outrider.gateway.request import (
-    MAX_PROMPT_LOGPROBS,
-    GenerationRequest,
-    SpeculationOptions,
-    check_request,
-    prepare,
-)
+from outrider.gateway.request import MAX_PROMPT_LOGPROBS, check_request, prepare
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
-from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod
-from outrider.rpc.sampling_params import ALL_LOGPROBS, AcceptanceRule, SamplingParams, validate_sampling
-from outrider.rpc.server_calls import ServerCall
+from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod, validate_sampling
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import GenerationRequest, ServerCall, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 100
 LONG = "x" * (MAX_NAME_CHARS + 1)

@@ -21,7 +21,7 @@ from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import params_per_prompt
 from outrider.llm.validation import fixed_fields
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.words.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}

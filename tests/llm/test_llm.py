@@ -23,7 +23,6 @@ from support.models import hf_logits, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 import outrider.llm
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
@@ -40,9 +39,10 @@ from outrider.llm import (
 from outrider.llm.backends import Job
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
-from outrider.rpc.messages import Commit, Credit, Open, TokenLogprob
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.messages import Commit, Credit, Open
+from outrider.rpc.words.answer import GenerationDelta, TokenLogprob
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 from outrider.target_service import engine as target_engine
 
 QUIET: dict[str, Any] = {"use_tqdm": False}

@@ -60,7 +60,7 @@ from outrider.kernels.random import reference as philox
 from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.proposers.draft_rows import DraftSampling
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.target_service import verifier
 from outrider.target_service.sequence import TargetSequence
 

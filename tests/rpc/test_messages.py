@@ -14,11 +14,12 @@ from rpc.test_sampling_params import CONTEXT, FEW, FLOATS, INT32, SAMPLING, TEXT
 
 from outrider.rpc import codec
 from outrider.rpc import messages as m
-from outrider.rpc import sampling_params as s
 from outrider.rpc.errors import InvalidArgument, shown
-from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenLogprob, TokenWeights
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin, validate_sampling
-from outrider.rpc.structured import decode_structured_output, encode_structured_output
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenWeights, validate_sampling
+from outrider.rpc.sampling_codec import decode_structured_output, encode_structured_output
+from outrider.rpc.words import sampling_params as s
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 

@@ -22,7 +22,7 @@ from simulation.world import Climate, Plan, Result, Setting, World
 
 from outrider.planner.policy import Policy
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 LAW_PROMPT = (1, 3, 2, 0, 1)
 LAW_TABLE_SEED = 5

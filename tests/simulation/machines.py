@@ -27,19 +27,9 @@ from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.tree import GrowingTree
-from outrider.rpc.messages import (
-    Close,
-    Closed,
-    Commit,
-    Credit,
-    DraftTokens,
-    Failure,
-    ModelInfo,
-    Open,
-    is_last,
-)
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, ModelInfo, Open, is_last
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.outputs import VerifiedWindow, _up_to_stop
 from outrider.target_service.scheduler import ScheduledSequence

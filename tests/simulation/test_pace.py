@@ -30,7 +30,7 @@ from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Limits, Policy
 from outrider.planner.virtual_services import DraftQuality
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.goodput import Goodput
 
 VERIFY_S, BLOCKS = 0.02, 512
@@ -287,8 +287,8 @@ def test_services_made_of_costs_take_the_same_time(policy: Policy, num_requests:
         client.on_tokens = partial(note, index, client)
     run_crowd(world, profile)
     tallies = [client.tally for client in world.clients]
-    tested = sum(sum(tally.tested_per_position) for tally in tallies)
-    accepted = sum(sum(tally.accepted_per_position) for tally in tallies)
+    tested = sum(sum(tally.num_tested_per_position) for tally in tallies)
+    accepted = sum(sum(tally.num_accepted_per_position) for tally in tallies)
     spans = [(last[index] - began, CROWD_TOKENS - had) for index, (began, had) in first.items()]
     engines_ms = 1e3 * sum(span for span, _ in spans) / sum(tokens for _, tokens in spans)
 

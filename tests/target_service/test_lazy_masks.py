@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outrider.engine.grammar import GrammarSpec
 from outrider.engine.token_masks import Constraint, allowed_ids
-from outrider.rpc.messages import Reasoning
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, StructuredOutput
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.target_service import lazy_masks, verifier
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.grammars import Grammars, spec_of

@@ -39,8 +39,8 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Close, Open, from_failure
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.target_service.boot import limits_of, load, new_engine
 from outrider.target_service.boot import runner_options as target_options
 from outrider.target_service.settings import TargetSettings

@@ -17,7 +17,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 REQUEST_S = 600.0
 

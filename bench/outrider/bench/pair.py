@@ -39,7 +39,7 @@ from outrider.cli.local_services import Folders, Services
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Policy
 from outrider.rpc.hub import locate
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
 OUR_MODES: dict[BenchMode, tuple[AcceptanceRule, str]] = {  # how drafted tokens are accepted, and the gateway's mode

@@ -34,7 +34,7 @@ from outrider.cli.local_services import LOOPBACK, Folders, Services
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PLAIN, OWN = "vllm plain", "vllm draft"
 ENGINES = ("vllm", "outrider")

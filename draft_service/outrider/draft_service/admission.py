@@ -26,7 +26,7 @@ from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1
 

@@ -31,7 +31,7 @@ from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import TRAINED_ON, pair_path
 from outrider.rpc.errors import InvalidArgument, OutriderError
-from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
 
 
 class ChatSettings(RequestSettings):

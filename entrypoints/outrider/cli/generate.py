@@ -28,8 +28,9 @@ from outrider.cli.terminal import (
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 # What the protocol's unsigned fields hold; whether a value makes sense is the gateway's to say.
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]

@@ -19,8 +19,8 @@ from outrider.client import Part
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.hub import locate
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
 from outrider.rpc.settings import ServiceSettings, options, parse_settings
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 
 STYLES = {  # as rich names them
     TokenOrigin.ACCEPTED: "green",

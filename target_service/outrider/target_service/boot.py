@@ -33,8 +33,8 @@ from outrider.rpc.hub import locate
 from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
+from outrider.rpc.words.structured import CONSTRAINTS
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree

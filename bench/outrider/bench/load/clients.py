@@ -16,8 +16,8 @@ import httpx
 
 from outrider.bench.load.requests import BenchRequest, BenchServeSettings, Delivery
 from outrider.client import NO_RETRY, Client, Part
-from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.security import ClientTls
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 
 class HttpClient:

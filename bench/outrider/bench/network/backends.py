@@ -12,11 +12,11 @@ from typing import Self
 
 from outrider.bench.worker import BenchWorker
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
 from outrider.planner.policy import Round
 from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
