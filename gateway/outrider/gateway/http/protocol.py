@@ -22,6 +22,7 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -46,11 +47,13 @@ from outrider.rpc.server_calls import HTTP_OK
 from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.rpc.words.request import (
     PICTURE,
+    DraftOptions,
     GenerationRequest,
     MediaSource,
     ReasoningOptions,
     ServerCall,
     SpeculationOptions,
+    draft_options,
 )
 from outrider.rpc.words.sampling_params import DEFAULT_SAMPLING, PARAMETERS, AcceptanceRule, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
@@ -204,7 +207,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Speculation(Body):
+_ForDrafts: Any = create_model(
+    "_ForDrafts", __base__=Body, **{name: (Any, value) for name, value in draft_options(DraftOptions()).items()}
+)
+
+
+class Speculation(_ForDrafts):  # type: ignore[misc]  # whose fields are made of a table
     """How to draft: ours, so that a name that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -212,10 +220,9 @@ class Speculation(Body):
     enabled: bool = True
     num_draft_tokens: Any = None
     method: str = ""
-    methods: list[Any] = []
+    methods: Annotated[list[Any], Field(default_factory=list)]
     acceptance: Annotated[str, one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
     mode: str = ""
-    draft_confidence: Any = 0.0
 
     def options(self) -> SpeculationOptions:
         """The same as the gateway has it."""
