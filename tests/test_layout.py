@@ -4,6 +4,8 @@ the command line's, which is made of them; between files all count, also those f
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,16 +20,17 @@ ROOTS = tuple(
     ]
 )
 
-RPC = {"rpc", "v1"}
+RPC = {"rpc", "words", "v1"}
 MODEL = {"kernels", "engine", "proposers"}
 SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
     "v1": set(),
-    "rpc": {"v1", "pairs"},  # whose name stands for its folders
-    "planner": {"rpc"},
+    "words": set(),  # rpc.words: data alone
+    "rpc": {"v1", "words", "pairs"},  # whose name stands for its folders
+    "planner": {"rpc", "words"},
     "kernels": set(),
-    "engine": {"kernels"},
-    "proposers": {"kernels", "engine"},
+    "engine": {"kernels", "words"},
+    "proposers": {"kernels", "engine", "words"},
     "draft_service": MODEL | RPC | {"planner"},
     "target_service": MODEL | RPC | {"planner", "pairs", "vllm"},  # --expand builds a large network from a small one
     "vllm": RPC | {"kernels", "target_service"},  # what a vLLM's own processes load
@@ -44,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {
+    "words": {"torch", "transformers", "grpc", "google", "tokenizers", "numpy", "pydantic"},
     "rpc": {"torch", "transformers"},
     "planner": {"torch", "grpc", "asyncio"},
     "kernels": {"grpc"},
@@ -54,8 +58,9 @@ FORBIDDEN: dict[str, set[str]] = {
 # Who may know protobuf; everybody else sees dataclasses.
 KNOWS_PROTOBUF = (
     "rpc/codec.py",
-    "rpc/sampling_params.py",
-    "rpc/structured.py",
+    "rpc/field_codec.py",
+    "rpc/generation_codec.py",
+    "rpc/sampling_codec.py",
     "peers/remote.py",
     "peers/vocabulary_offer.py",
     "vllm/draft_pool.py",
@@ -92,13 +97,18 @@ class Import:
     def parts(self) -> list[str]:
         return self.name.split(".")
 
+    @property
+    def root(self) -> str:
+        """The part of the namespace that is imported."""
+        return "words" if self.parts[1:3] == ["rpc", "words"] else self.parts[1]
+
     def __str__(self) -> str:
         return f"{self.path.relative_to(REPOSITORY)}:{self.line} imports {self.name}"
 
 
 def package_of(path: Path) -> str:
     parts = path.parts[path.parts.index("outrider", len(REPOSITORY.parts)) + 1 :]
-    return parts[0].removesuffix(".py")
+    return "words" if parts[:2] == ("rpc", "words") else parts[0].removesuffix(".py")
 
 
 def sources() -> list[Path]:
@@ -153,7 +163,8 @@ def test_dependencies_point_one_way(imports: list[Import]) -> None:
         for found in imports
         if found.parts[0] == "outrider"
         and len(found.parts) > 1
-        and found.parts[1] not in ALLOWED[found.package] | {found.package}
+        and found.name != "outrider.rpc"  # `from outrider.rpc import words` names it, too, and it is empty
+        and found.root not in ALLOWED[found.package] | {found.package}
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -176,6 +187,14 @@ def test_the_gateway_takes_only_token_only_proposers(imports: list[Import]) -> N
     assert not wrong, "\n".join(map(str, wrong))
 
 
+def test_words_are_data_alone() -> None:
+    """Whoever imports all of them has neither gRPC nor protobuf nor torch, whatever these import in turn."""
+    names = [f"outrider.rpc.words.{path.stem}" for path in sources() if package_of(path) == "words"]
+    script = f"import sys, {', '.join(names)}\nprint(*(sys.modules.keys() & {{'grpc', 'google.protobuf', 'torch'}}))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert len(names) > 5 and not ran.stdout.strip()
+
+
 def _is_token_only(path: Path) -> bool:
     """A method is a file, or a folder."""
     return bool(TOKEN_ONLY & {*path.relative_to(REPOSITORY).with_suffix("").parts})
@@ -189,7 +208,8 @@ def test_token_only_proposers_import_no_other_root(imports: list[Import]) -> Non
         for found in mine
         if found.parts[0] == "outrider"
         and found.name not in {"outrider", "outrider.proposers"}
-        and (found.parts[1] != "proposers" or found.parts[2] not in TOKEN_ONLY)
+        and found.root != "words"
+        and (found.root != "proposers" or found.parts[2] not in TOKEN_ONLY)
     ]
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -144,7 +144,7 @@ def test_a_run_sums_up_its_rounds() -> None:
     run.add([Round(i, commit, 4, 0.0, 0.1, 1500, mode="sequential") for i, commit in enumerate(commits)], 0.2)
     run.add([Round(0, Commit(1, 0, (1,)), 0, 0.0, 0.1, 0, mode="off")], 0.1)
     assert run.tokens_per_round == 5 / 3 and run.draft_ms == 1.0 and run.share_off == pytest.approx(1 / 3)
-    assert run.tally.accepted_per_position == [1, 1, 0, 0] and run.tally.tested_per_position == [1, 1, 1, 0]
+    assert run.tally.num_accepted_per_position == [1, 1, 0, 0] and run.tally.num_tested_per_position == [1, 1, 1, 0]
 
 
 def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:

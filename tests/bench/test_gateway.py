@@ -17,7 +17,7 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.pairs import pair_path
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 
 def test_every_cell_is_measured(tmp_path: Path) -> None:

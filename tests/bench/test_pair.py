@@ -26,7 +26,7 @@ from outrider.bench.pair import last_result, moved, render
 from outrider.bench.results import store
 from outrider.client import SpeculationStats
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 WAYS = {"outrider plain", "outrider rejection"}
 

@@ -13,7 +13,8 @@ from typing import Any
 from chaos.fleet import Drafting, Fleet
 
 from outrider.client import Client, Part, Retry
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, StructuredOutput
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.words.structured import StructuredOutput
 
 NUM_TOKENS = 300
 TIMEOUT_S = 240.0  # of a stream: longer than any fault, and than a service takes to start

@@ -15,7 +15,7 @@ import httpx
 from chaos.asks import TIMEOUT_S, Answer, Ask
 from chaos.fleet import Fleet, Member
 
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 SHAPES = ("plain text", "long prompt", "penalties", "stop", "two completions")  # that are asked for there
 OPTIONS = (

@@ -30,7 +30,7 @@ from outrider.cli.probes import Given
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
 from outrider.rpc.messages import DraftInfo, DraftMethod, DraftVocabulary, Failure, TargetInfo
-from outrider.rpc.sampling_params import BASELINE
+from outrider.rpc.words.sampling_params import BASELINE
 
 FAR = Limits(max_round_trip_ms=10_000)  # a busy machine's loopback is no finding
 SAME = {"tokenizer_fingerprint": "f", "num_tokens": 400, "engine": "outrider-0.1.0", "kernels": "c-avx2-1"}

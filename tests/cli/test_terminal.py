@@ -18,14 +18,8 @@ from outrider.cli.generate import CollectedCompletion, GenerateSettings
 from outrider.cli.terminal import Painter, TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.sampling_params import (
-    AcceptanceRule,
-    FinishReason,
-    LogprobsMode,
-    SamplingParams,
-    StructuredOutput,
-    TokenOrigin,
-)
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 GREEN, YELLOW, CYAN, RESET = "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
 A, R, B, P = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS, TokenOrigin.PLAIN

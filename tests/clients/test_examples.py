@@ -23,8 +23,9 @@ from support.services import Trio
 
 from outrider.client import Client
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.servicer import GenerationServicer
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "clients"
 PROMPT = "the quick"

@@ -12,7 +12,7 @@ from support.services import Trio
 
 from outrider.cli.local_services import Service
 from outrider.client import Client, Part, SyncClient
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
 
 PROMPT = "def parse_args(argv):"
 MAX_TOKENS = 600  # no gateway is through with them before it is killed

@@ -25,7 +25,7 @@ from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheM
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PROMPT = list(range(3, 24))  # the window's end crosses a block's
 K, BRANCHES = 4, 5

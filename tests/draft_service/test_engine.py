@@ -20,8 +20,8 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Detach
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 PENALISED = SamplingParams(
     temperature=0.9, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=6,

@@ -12,7 +12,7 @@ from outrider.proposers.base import SequenceContext
 from outrider.proposers.prediction import PredictionProposer
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PROMPT = list(range(3, 15))  # without a repetition
 GUESS = (20, 21, 22, 23, 24, 25)

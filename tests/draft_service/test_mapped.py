@@ -10,9 +10,9 @@ from support.engines import GREEDY, SAMPLED, DraftHarness, commit, credit, naive
 from support.environment import SEED
 
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.lexicon import Lexicon, Token
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 OWN, SHARED, SPELLED, UNKNOWN = 97, 70, 40, 10  # tokens of the draft; of the target, by what the draft makes of them
 LAST = SHARED + SPELLED + UNKNOWN - 1

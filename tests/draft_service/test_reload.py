@@ -33,9 +33,9 @@ from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_STREAM, RELOADED
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Reloaded
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import client_stream
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 COUPLED, BLOCK = AcceptanceRule.COUPLED, AcceptanceRule.BLOCK

@@ -29,10 +29,10 @@ from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import FrameStream, Outboxes, client_stream
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 INFO = DraftInfo(ModelInfo("tiny", "d", 97, 512), (DraftMethod("draft_model"), DraftMethod("ngram")))

@@ -25,11 +25,11 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.rpc.messages import MAX_WEIGHTS, DraftInfo, DraftMethod, Failure, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 NUM_TOKENS = 48
 VOCAB = 4096

@@ -19,11 +19,12 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.registry import METHODS
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.settings import parse_settings
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n    return",
@@ -134,7 +135,7 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
                 first, again = [await answer(draft.engine, request) for _ in range(2)]
                 assert tokens_of(first) == tokens_of(again) == plain
                 assert (cached(first), cached(again)) == (cached(cold), cached(warm))
-                for tally in (first[-1].tally, again[-1].tally):
+                for tally in (first[-1].speculation, again[-1].speculation):
                     assert tally is not None and tally.method == method
                     assert method == IN_TURN or tally.by_method.keys() <= {method}
                     shares = tally.by_method.values()

@@ -21,7 +21,7 @@ from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 

@@ -17,7 +17,7 @@ from support.services import Trio
 
 from outrider.client import Client
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 HTTP = re.compile(r"gateway http on (\S+)")
 MODEL = "python"

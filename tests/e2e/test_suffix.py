@@ -23,8 +23,8 @@ from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_STREAM
 from outrider.rpc.messages import Close, Commit, Credit, Open
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.stream import client_stream
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import draft_pb2_grpc, generation_pb2_grpc
 from outrider.v1 import generation_pb2 as pb
 

@@ -28,8 +28,9 @@ from outrider.engine.grammar.constraint import Constraint
 from outrider.engine.grammar.ebnf import lark_of_ebnf
 from outrider.engine.grammar.lark import GrammarError
 from outrider.engine.grammar.masks import num_words
-from outrider.engine.grammar.source import GrammarSpec, ReasoningSpec
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.engine.grammar.trial import TrialFailed, Trials
+from outrider.rpc.words.structured import Reasoning
 
 HAS_HANGUPS = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="started by nohup")
 PADDING = 40  # logits above the tokenizer's ids
@@ -170,9 +171,9 @@ def test_masks_along_drafted_tokens_are_those_of_single_steps(compiler: GrammarC
 
 
 REASONED = [
-    ReasoningSpec((51, 52), (50, 49), 0),
-    ReasoningSpec((51, 52), (50, 49), 3),
-    ReasoningSpec((51, 52), (), 2, open=True),
+    Reasoning((51, 52), (50, 49), 0),
+    Reasoning((51, 52), (50, 49), 3),
+    Reasoning((51, 52), (), 2, open=True),
 ]
 MASKED = [case[0] for case in CASES] + [replace(CASES[4][0], reasoning=one) for one in REASONED]
 
@@ -284,7 +285,7 @@ def test_the_constraint_applies_behind_reasoning_inside_a_window_too(
     compiler: GrammarCompiler, backend: Tokenizer, bound: int
 ) -> None:
     text = backend.encode("yes").ids
-    reasoning = ReasoningSpec(CLOSE, (THINK,), bound)
+    reasoning = Reasoning(CLOSE, (THINK,), bound)
     grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=reasoning))
     plain = compiler.compile(GrammarSpec("choice", choices=("yes",)))
     ids = [THINK, 60, CLOSE[0], *CLOSE, *text]
@@ -308,17 +309,17 @@ def test_output_without_reasoning_is_constrained_from_the_first_token(
 ) -> None:
     text = backend.encode("yes").ids
     for start in ((THINK,), (text[0], THINK)):  # also where the text begins as reasoning does
-        grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, start)))
+        grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=Reasoning(CLOSE, start)))
         assert grammar.matcher().fits([*text, END]) == len(text) + 1
         assert grammar.matcher().fits([*start, 7, *CLOSE, *text, END]) == len(start) + 1 + len(CLOSE) + len(text) + 1
         assert must_end(grammar.matcher(text))
-    inside = GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, open=True))
+    inside = GrammarSpec("choice", choices=("yes",), reasoning=Reasoning(CLOSE, open=True))
     assert compiler.compile(inside).matcher().fits([7, 8, *CLOSE, *text, END]) == 4 + len(text) + 1
     assert compiler.compile(inside).matcher().fits([END]) == 0  # the answer is still to come
 
 
 def test_reasoning_may_be_bounded_without_a_constraint(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(GrammarSpec(None, reasoning=ReasoningSpec(CLOSE, open=True, max_tokens=3))).matcher()
+    matcher = compiler.compile(GrammarSpec(None, reasoning=Reasoning(CLOSE, open=True, max_tokens=3))).matcher()
     assert matcher.constrains
     rows = matcher.masks([7, 8, 9, *CLOSE, 10])
     assert (rows[:3] == -1).all() and (rows[5:] == -1).all()
@@ -350,7 +351,7 @@ BAD: list[tuple[GrammarSpec, str]] = [
     (tag({"type": "table"}), "format.type is 'table'"),
     (tag({"type": "tag", "begin": 1}), "begin is no text"),
     (tag(TRIGGERED | {"triggers": ["<g="]}), "begins no tag"),
-    (GrammarSpec("regex", "a", reasoning=ReasoningSpec(())), "end_ids"),
+    (GrammarSpec("regex", "a", reasoning=Reasoning(())), "end_ids"),
 ]
 
 

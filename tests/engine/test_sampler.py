@@ -30,7 +30,7 @@ from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
 TOKENS = st.integers(0, VOCAB_SIZE - 1)

@@ -39,14 +39,15 @@ from outrider.gateway.metrics import MAX_ADAPTERS as MAX_SERIES
 from outrider.gateway.metrics import OTHER_ADAPTERS, GatewayMetrics
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key, choose_adapters
-from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from outrider.rpc.logs import JsonFormatter
 from outrider.rpc.messages import Adapter, Commit, Failure
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20}
 

@@ -16,8 +16,8 @@ from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import AdmissionGroup
-from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.words.request import GenerationRequest
 
 ONE = AdmissionCost(1, 10)
 

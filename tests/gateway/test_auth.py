@@ -27,13 +27,13 @@ from outrider.gateway.auth import CALLER, OPEN_PATHS, Caller, Tokens
 from outrider.gateway.engine import EngineConfig
 from outrider.gateway.http.app import HttpServer, build_app
 from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
 from outrider.rpc.interceptors import Gate
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.server import build_server
+from outrider.rpc.words.request import GenerationRequest
 
 ALICE, BATCH, BOB = "alice-has-this-token", "batch-has-this-token", "bob-has-this-token"
 FILE = f"""\

@@ -14,14 +14,14 @@ from support.gateways import TEMPLATE, gateway, stream_events, toy_tokenizer
 from support.models import train_byte_level
 from tokenizers import AddedToken
 
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.channels import ANSWERS, CHANNEL_TOKENS, CHANNELS, REASONS
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import AUTO, ReasoningMarkers, ReasoningStream, find_markers
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 NEXT = "<|end|><|start|>assistant"

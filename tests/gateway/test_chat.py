@@ -19,13 +19,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest, encoded
+from outrider.gateway.request import encoded
 from outrider.gateway.text import chat
 from outrider.gateway.text.chat import chat_text
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.control_tokens import MARKS, control_tokens
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import TOO_LONG, DeadlineExceeded, InvalidArgument, ResourceExhausted
+from outrider.rpc.words.request import GenerationRequest
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|im_end|>s", "</s>")
 TEMPLATE = (

@@ -25,7 +25,7 @@ from outrider.gateway.text.tokenizer import (
     held_back,
     make_detokenizer,
 )
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
 KINDS = ("byte_level", "byte_fallback")
 ALPHABET = "ab你🙂 "

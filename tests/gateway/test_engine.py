@@ -21,7 +21,6 @@ from outrider.gateway import engine as gateway_engine
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.local_drafts import LocalDrafter
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -30,7 +29,9 @@ from outrider.planner.policy import Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
 from outrider.rpc.messages import Credit, DraftMethod, Failure
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
 TEMPLATE = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
@@ -150,7 +151,7 @@ async def test_a_prompt_too_long_for_max_tokens_names_both_numbers(tokenizer: To
     engine = GenerationEngine(tokenizer, ToyTarget())
     with pytest.raises(InvalidArgument, match=r"max_tokens: is 100 after a prompt of 200 tokens.*at most 56"):
         await run(engine, GenerationRequest(token_ids=(7,) * 200, sampling=SamplingParams(max_tokens=100)))
-    default = GenerationRequest(token_ids=(7,) * 250, max_tokens_given=False)
+    default = GenerationRequest(token_ids=(7,) * 250, unset=("max_tokens",))
     assert len(ids_of((await run(engine, default))[0])) == 6
 
 
@@ -168,8 +169,8 @@ async def test_usage_equals_what_was_streamed(tokenizer: Tokenizer, k: int, n: i
         assert last.usage is not None and last.usage.completion_tokens == 20
         assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (3, 2)
         assert last.finish_reason is FinishReason.LENGTH and first.seed is not None and 0 <= first.seed < 1 << 63
-        assert last.tally is not None and last.tally.num_rounds == len(deltas)
-        assert last.acceptance is AcceptanceRule.BLOCK
+        assert last.speculation is not None and last.speculation.num_rounds == len(deltas)
+        assert last.speculation.acceptance is AcceptanceRule.BLOCK
         assert all(delta.finish_reason is None and delta.seed is None for delta in deltas[1:-1])
         assert target.opens[index].completion == index
     assert len({opened.seed for opened in target.opens}) == 1
@@ -204,13 +205,13 @@ async def test_what_cannot_run_ahead_is_drafted_in_lock_step(tokenizer: Tokenize
     for named in ("", "slow", "draft_model,slow", "draft_model"):
         answer = await run(engine, ask(speculation=SpeculationOptions(method=named)))
         (deltas,) = answer.values()
-        assert deltas[-1].tally is not None
+        assert deltas[-1].speculation is not None
         modes = {delta.round.mode for delta in deltas if delta.round is not None and delta.round.commit.num_drafted}
         if named == "draft_model":
-            assert deltas[-1].acceptance is AcceptanceRule.COUPLED
+            assert deltas[-1].speculation.acceptance is AcceptanceRule.COUPLED
             assert mode == "auto" or modes == {mode}
         else:
-            assert modes <= {"sequential"} and deltas[-1].acceptance is AcceptanceRule.BLOCK
+            assert modes <= {"sequential"} and deltas[-1].speculation.acceptance is AcceptanceRule.BLOCK
 
 
 HEAD = (DraftMethod("eagle3", needs_features=True, can_run_ahead=False),)
@@ -229,7 +230,7 @@ async def test_a_target_with_a_head_drafts_for_itself(tokenizer: Tokenizer, mode
             credits = [message for message in target.links[-1].sent if isinstance(message, Credit)]
             assert all((credit.max_window, credit.patience_ms) == (k, 0) for credit in credits)
             assert target.opens[-1].method == "eagle3" and (drafter is None or not drafter.opens)
-            tally = deltas[-1].tally
+            tally = deltas[-1].speculation
             assert tally is not None and tally.method == ("eagle3" if k else "")
             assert tally.by_method.keys() == ({"eagle3"} if k else set())
             if k:
@@ -242,7 +243,7 @@ async def test_a_target_with_a_head_drafts_for_itself(tokenizer: Tokenizer, mode
 async def test_a_head_is_left_alone_where_a_draft_is_the_default(tokenizer: Tokenizer) -> None:
     target, draft = ToyTarget(info=replace(target_info(), methods=HEAD)), ToyDraft()
     deltas = (await run(GenerationEngine(tokenizer, target, draft), ask()))[0]
-    assert deltas[-1].tally is not None and deltas[-1].tally.by_method.keys() == {"draft_model"}
+    assert deltas[-1].speculation is not None and deltas[-1].speculation.by_method.keys() == {"draft_model"}
 
 
 async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +347,7 @@ async def test_speculation_can_be_switched_off(tokenizer: Tokenizer) -> None:
     draft = ToyDraft()
     engine = GenerationEngine(tokenizer, ToyTarget(), draft)
     answer = await run(engine, ask(speculation=SpeculationOptions(enabled=False)))
-    assert not draft.opens and answer[0][-1].tally is not None and answer[0][-1].tally.num_drafts == 0
+    assert not draft.opens and answer[0][-1].speculation is not None and answer[0][-1].speculation.num_drafts == 0
 
 
 async def test_prompt_logprobs_are_completion_zeros(tokenizer: Tokenizer) -> None:
@@ -398,7 +399,7 @@ async def test_stop_strings_at_every_offset_in_a_window(tokenizer: Tokenizer, k:
         count = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
         last = deltas[-1]
         assert text_of(deltas) == OUTPUT[: end if include else end - 3]
-        assert ids_of(deltas) == ids[:count] and last.stop_string == stop
+        assert ids_of(deltas) == ids[:count] and last.stop_reason == stop
         assert last.usage is not None and last.usage.completion_tokens == count
         assert not any(link.open for link in target.links)
 
@@ -407,9 +408,9 @@ async def test_eos_and_stop_ids_end_a_completion(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(OUTPUT)
     engine = GenerationEngine(tokenizer, ToyTarget(rule=scripted(ids)), ToyDraft(rule=scripted(ids)))
     deltas = (await run(engine, ask(max_tokens=60)))[0]
-    assert text_of(deltas) == OUTPUT and ids_of(deltas) == [*ids, EOS] and deltas[-1].stop_token_id is None
+    assert text_of(deltas) == OUTPUT and ids_of(deltas) == [*ids, EOS] and deltas[-1].stop_reason is None
     deltas = (await run(engine, ask(max_tokens=60, stop_token_ids=(ids[3],))))[0]
-    assert ids_of(deltas) == ids[:4] and deltas[-1].stop_token_id == ids[3]
+    assert ids_of(deltas) == ids[:4] and deltas[-1].stop_reason == ids[3]
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
@@ -503,7 +504,7 @@ async def test_what_is_surely_too_much_is_refused_before_it_is_tokenised(
         ({}, {"max_tokens": 101}),  # of 100 in all: for good, and not for now
         ({"n": 2**70}, {"max_tokens": 40}),
         ({"n": "2"}, {"max_tokens": 40}),
-        ({"max_tokens_given": False}, {"max_tokens": 200}),
+        ({"unset": ("max_tokens",)}, {"max_tokens": 200}),
         ({"token_ids": PROMPT * 90}, {"max_tokens": 40}),
         ({}, {"max_tokens": 39, "truncate_prompt_tokens": 1}),
         ({"sampling": None}, {}),
@@ -608,7 +609,7 @@ async def test_prompt_lookup_in_process(tokenizer: Tokenizer) -> None:
     engine = GenerationEngine(tokenizer, ToyTarget(rule=rule), LocalDrafter([NgramProposer()]))
     deltas = (await run(engine, ask(max_tokens=40)))[0]
     assert ids_of(deltas) == [5, 6, 7, 8] * 10
-    tally = deltas[-1].tally
+    tally = deltas[-1].speculation
     assert tally is not None and tally.num_accepted_tokens > 15 and tally.num_rounds < 25
 
 

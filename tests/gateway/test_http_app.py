@@ -30,8 +30,8 @@ from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.rpc.messages import Failure
-from outrider.rpc.sampling_params import CAPABILITIES
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.rpc.words.structured import StructuredOutput
 
 LIVE = {"prompt": "x", "max_tokens": "2"}
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0}

@@ -19,7 +19,8 @@ from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Failure, to_failure
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import SamplingParams
 
 BOTH = [
     ("temperature", -1.0),
@@ -164,8 +165,11 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("speculation.enabled", {"speculation": {"enabled": "yes"}}),
     ("speculation.num_draft_tokens", {"speculation": {"num_draft_tokens": 129}}),
     ("speculation.mode", {"speculation": {"mode": "warp"}}),
-    ("speculation.draft_confidence", {"speculation": {"draft_confidence": 2}}),
-    ("speculation.draft_confidence", {"speculation": {"draft_confidence": "high"}}),
+    *(
+        (f"speculation.{name}", {"speculation": {name: value}})
+        for name, bounds in DRAFT_OPTIONS.items()
+        for value in (bounds.high + 1, "high")
+    ),
     ("speculation.mode", {"speculation": {"mode": 3}}),
     ("speculation.num_speculative_tokens", {"speculation": {"num_speculative_tokens": 3}}),
     ("echo", {"echo": 1}),

@@ -17,13 +17,13 @@ from support.tools import tool_tokenizer, writes
 
 from outrider.gateway.http.responses import ResponseBuilder
 from outrider.gateway.http.responses_input import messages_of, read_responses
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.gateway.text.tools.formats import FORMATS
 from outrider.gateway.text.tools.use import ToolStream
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import to_failure
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
 ADD: dict[str, Any] = {
     "type": "function",

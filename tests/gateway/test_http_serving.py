@@ -21,21 +21,16 @@ from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
 from outrider.gateway.http.json_text import InPieces
-from outrider.gateway.http.protocol import (
-    ChatBody,
-    CompletionBody,
-    HttpOptions,
-    parse_body,
-    read_chat,
-    read_completion,
-)
+from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions, parse_body, read_chat, read_completion
 from outrider.gateway.http.responses_input import ResponsesBody, read_responses
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.servicer import decode_request
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
-from outrider.rpc.messages import TokenLogprob
-from outrider.rpc.sampling_params import PARAMETERS, AcceptanceRule, StructuredOutput
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import PARAMETERS, AcceptanceRule
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -374,8 +369,8 @@ def test_one_request_whatever_the_entry() -> None:
         b'"max_tokens": 5, "model": "sql", "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
         b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
-        b'"methods": ["ngram"], "draft_confidence": 0.25,'
-        b'"enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
+        b'"methods": ["ngram"], %b, "enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
+        % json.dumps(dict.fromkeys(DRAFT_OPTIONS, 0.25))[1:-1].encode()
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1, adapter="sql")
     message.prediction.text = "ab"
@@ -394,7 +389,8 @@ def test_one_request_whatever_the_entry() -> None:
     message.speculation.num_draft_tokens, message.speculation.acceptance = 3, 2
     message.speculation.mode, message.speculation.method, message.speculation.enabled = "chains", "ngram", True
     message.speculation.methods.append("ngram")
-    message.speculation.draft_confidence = 0.25
+    for name in DRAFT_OPTIONS:
+        setattr(message.speculation, name, 0.25)
     defaults = engine.verifier.info.model.default_sampling
     assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
     empty = pb.GenerateRequest(text="x")

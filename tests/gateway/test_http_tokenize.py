@@ -21,9 +21,9 @@ from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.shares import Shares
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.http.tokenize_apart import Work
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_CHARS_PER_TOKEN, MAX_TOKENISED, Tokenizer
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 

@@ -14,7 +14,7 @@ from outrider.proposers.base import SequenceContext
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.prediction import PredictionProposer
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 async def said(drafter: LocalDrafter, request: Open, *messages: Any) -> list[Any]:

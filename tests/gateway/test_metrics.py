@@ -32,14 +32,14 @@ from outrider.client import Client, Part
 from outrider.gateway.metered import DEMAND_EVERY_S, MeteredEngine, _Pieces
 from outrider.gateway.metrics import PARTS, WINDOWS, GatewayMetrics
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.planner.estimates import Acceptance
 from outrider.planner.policy import Round
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
 from outrider.rpc.messages import Commit, DraftTokens, Failure, Load, StepTimings
-from outrider.rpc.sampling_params import CAPABILITIES, SamplingParams
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import CAPABILITIES, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 
 async def scrape(served: Gateway) -> Samples:

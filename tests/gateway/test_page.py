@@ -25,8 +25,8 @@ from support.environment import START_S
 from support.fakes import ToyDraft, ToyTarget, target_info, until
 from support.gateways import gateway
 
-from outrider.rpc.sampling_params import CAPABILITIES
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.rpc.words.structured import StructuredOutput
 
 PHONE = {"width": 375, "height": 812}
 WAIT_MS = 20_000

@@ -17,21 +17,21 @@ from support.gateways import serving as grpc_serving
 from support.metrics import scraped
 
 from outrider.client import Client, Part
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import (
     AUTO,
     MARKERS,
     ReasoningMarkers,
-    ReasoningOptions,
     ReasoningPlan,
     ReasoningStream,
     find_markers,
+    template_variables,
 )
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
+from outrider.rpc.words.request import GenerationRequest, ReasoningOptions
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 TOKENIZER = thinking_tokenizer()
 START, END = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("<think>", "</think>"))
@@ -240,8 +240,11 @@ async def test_effort_is_told_to_a_template_that_knows_it() -> None:
     async with gateway() as plain:  # its template knows nothing of it
         assert "choices" in await post(plain, reasoning_effort="low", max_tokens=2)
     switch = ReasoningOptions(effort="none")
-    assert switch.variables(["enable_thinking", "messages"]) == {"enable_thinking": False}
-    assert switch.variables(["thinking", "reasoning_effort"]) == {"thinking": False, "reasoning_effort": "none"}
+    assert template_variables(switch, ["enable_thinking", "messages"]) == {"enable_thinking": False}
+    assert template_variables(switch, ["thinking", "reasoning_effort"]) == {
+        "thinking": False,
+        "reasoning_effort": "none",
+    }
 
 
 @pytest.mark.parametrize("opens", [False, True])

@@ -35,15 +35,9 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.rpc.messages import OVERCOMMIT, Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
-from outrider.rpc.sampling_params import (
-    BASELINE,
-    CAPABILITIES,
-    FRESH_SEED,
-    AcceptanceRule,
-    SamplingParams,
-    StructuredOutput,
-)
 from outrider.rpc.stream import StreamConfig
+from outrider.rpc.words.sampling_params import BASELINE, CAPABILITIES, FRESH_SEED, AcceptanceRule, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 
 async def test_speculates_over_the_loopback() -> None:

@@ -47,8 +47,9 @@ from outrider.gateway.peers.replicas import (
 )
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import Internal, InvalidArgument, Unavailable
-from outrider.rpc.messages import Commit, Failure, ModelInfo, Open, TokenLogprob
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.messages import Commit, Failure, ModelInfo, Open
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:

@@ -10,18 +10,13 @@ from support.fakes import VOCAB as TOY_VOCAB
 from support.fakes import draft_info, target_info
 from support.gateways import toy_tokenizer
 
-from outrider.gateway.request import (
-    MAX_PROMPT_LOGPROBS,
-    GenerationRequest,
-    SpeculationOptions,
-    check_request,
-    prepare,
-)
+from outrider.gateway.request import MAX_PROMPT_LOGPROBS, check_request, prepare
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
-from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod
-from outrider.rpc.sampling_params import ALL_LOGPROBS, AcceptanceRule, SamplingParams, validate_sampling
-from outrider.rpc.server_calls import ServerCall
+from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod, validate_sampling
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import DRAFT_OPTIONS, GenerationRequest, ServerCall, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 100
 LONG = "x" * (MAX_NAME_CHARS + 1)
@@ -29,7 +24,7 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"n": 2, "output_ids": ((1,), ())},
     {"request_id": "größe 7, 大"},
-    {"speculation": SpeculationOptions(draft_confidence=0.4)},
+    *({"speculation": SpeculationOptions(**{name: bounds.high})} for name, bounds in DRAFT_OPTIONS.items()),
     {"speculation": SpeculationOptions(method="ngram", methods=("ngram",), mode="branches", num_draft_tokens=128)},
     {"speculation": SpeculationOptions(methods=("prediction", "suffix", "draft_model"))},
     {"speculation": SpeculationOptions(method="ngram, draft_model", methods=("ngram", "draft_model"))},
@@ -49,8 +44,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"speculation": SpeculationOptions(methods=("",))}, ["speculation.methods[0]"]),
     ({"speculation": SpeculationOptions(method="a", methods=("b",))}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(mode="fast")}, ["speculation.mode"]),
-    ({"speculation": SpeculationOptions(draft_confidence=1.1)}, ["speculation.draft_confidence"]),
-    ({"speculation": SpeculationOptions(draft_confidence=float("nan"))}, ["speculation.draft_confidence"]),
+    *(
+        ({"speculation": SpeculationOptions(**{name: value})}, [f"speculation.{name}"])
+        for name, bounds in DRAFT_OPTIONS.items()
+        for value in (bounds.high + 0.1, bounds.low - 0.1, float("nan"))
+    ),
 ]
 
 

@@ -11,8 +11,8 @@ from support.fakes import ToyDraft
 from support.gateways import gateway
 
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.request_times import RequestTimes
+from outrider.rpc.words.answer import GenerationDelta
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the quick brown fox", "max_tokens": 8},

@@ -38,7 +38,6 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.servicer import encode_delta
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
@@ -49,8 +48,9 @@ from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import Server
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 def new_rule(tokens: Sequence[int], prompt_len: int) -> int:

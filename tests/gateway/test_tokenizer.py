@@ -20,8 +20,8 @@ from tokenizers import Tokenizer as Backend
 from outrider.gateway.text.control_tokens import control_tokens
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer, make_detokenizer
 from outrider.rpc.errors import Internal
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.words.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{% for message in messages %}\n  {% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n"

@@ -20,7 +20,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.text.tools.calls import Tool, join_calls
 from outrider.gateway.text.tools.constraint import JSON_OPTIONS, calls_grammar
 from outrider.gateway.text.tools.formats import FORMATS
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 VOCAB = 400
 ADD = Tool(

@@ -19,7 +19,6 @@ from support.tools import as_written, tool_tokenizer, writes, written
 
 from outrider.client import Client
 from outrider.gateway import engine as gateway_engine
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tools.formats import FORMATS, Layout
 from outrider.gateway.text.tools.parser import Parsed, ToolParser
@@ -27,7 +26,8 @@ from outrider.gateway.text.tools.use import MAX_TOOLS
 from outrider.llm.inputs import chat_prompts
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Failure
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "+", "parameters": PARAMETERS}}

@@ -25,7 +25,6 @@ from support.models import train_byte_level
 from outrider.client import Client
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.errors import http_status
-from outrider.gateway.request import GenerationRequest, ServerCall
 from outrider.gateway.servicer import CALL, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
@@ -33,9 +32,10 @@ from outrider.planner.policy import MethodShare, Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Commit, Failure, StepTimings
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
-from outrider.rpc.structured import StructuredOutput
 from outrider.rpc.telemetry import setup_tracing
+from outrider.rpc.words.request import GenerationRequest, ServerCall
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = GenerationRequest(
@@ -259,14 +259,14 @@ async def test_what_a_constraint_did_is_in_the_trace(tokenizer: Tokenizer, trace
     sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_output=StructuredOutput(regex="x"))
     last = [delta async for delta in engine.generate(replace(REQUEST, n=1, sampling=sampling))][-1]
     found = [span.attributes or {} for span in exporter.get_finished_spans()]
-    assert last.tally is not None and last.tally.num_accepted_forced_tokens > 0
+    assert last.speculation is not None and last.speculation.num_accepted_forced_tokens > 0
 
     def total(name: str) -> int:
         return sum(int(attributes.get(name, 0)) for attributes in found)  # type: ignore[arg-type]
 
-    assert total(names.ROUND_FORCED) == last.tally.num_forced_tokens == 2 * last.tally.num_rounds
-    assert total(names.ROUND_FORCED_ACCEPTED) == last.tally.num_accepted_forced_tokens
-    assert total(names.ROUND_MASK_US) == 20 * last.tally.num_rounds
+    assert total(names.ROUND_FORCED) == last.speculation.num_forced_tokens == 2 * last.speculation.num_rounds
+    assert total(names.ROUND_FORCED_ACCEPTED) == last.speculation.num_accepted_forced_tokens
+    assert total(names.ROUND_MASK_US) == 20 * last.speculation.num_rounds
     assert found[-1][names.REQUEST_COMPILE_US] == 1500
 
 

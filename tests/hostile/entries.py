@@ -40,18 +40,9 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, StreamKind
 from outrider.rpc.errors import InvalidArgument, NotFound, ProtocolError
 from outrider.rpc.frames import FrameAssembler, FramePacker, SequenceTable
-from outrider.rpc.messages import (
-    Close,
-    Closed,
-    Commit,
-    Credit,
-    DraftTokens,
-    Failure,
-    FrameHeader,
-    PromptLogprobs,
-    TokenLogprob,
-)
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, FrameHeader, PromptLogprobs
 from outrider.rpc.vocabulary import TokenizerFile, read_vocabulary
+from outrider.rpc.words.answer import TokenLogprob
 
 MESSAGES = ({"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown", "tool_calls": []})
 

@@ -39,8 +39,8 @@ from outrider.gateway.http.protocol import ChatBody, CompletionBody
 from outrider.gateway.http.responses_input import ResponsesBody
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.rpc.errors import Internal, OutriderError
-from outrider.rpc.sampling_params import PARAMETERS
 from outrider.rpc.status import from_rpc_error, from_status
+from outrider.rpc.words.sampling_params import PARAMETERS
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 
 pytestmark = pytest.mark.timeout(900)

@@ -21,7 +21,7 @@ from outrider.cli.local_services import Services, wait_for_draft
 from outrider.cli.serve import METRICS
 from outrider.client import SyncClient
 from outrider.pairs import pair_path
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 PROMPTS = (
     "def parse(path):\n    return",

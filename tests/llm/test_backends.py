@@ -34,7 +34,7 @@ from outrider.llm.backends import speculation_options
 from outrider.llm.local import LocalBackend
 from outrider.rpc.errors import Internal, Unavailable
 from outrider.rpc.messages import DraftMethod
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 NINE_GREEDY = SamplingParams(temperature=0, max_tokens=9)

@@ -21,7 +21,8 @@ from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import params_per_prompt
 from outrider.llm.validation import fixed_fields
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
@@ -83,7 +84,10 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         ({"rejection_sample_method": "fly", "fly_window_size": 5}, "fly_window_size must be less"),
         ({"use_heterogeneous_vocab": True}, "for draft models"),
         ({"quantization": "int8"}, "quantization='int8' is for draft models"),
-        ({"draft_confidence": 1.5}, r"draft_confidence must be a number in \[0, 1\]"),
+        *(
+            ({name: high + 0.5}, rf"{name} must be a number in \[{low}, {high}\]")
+            for name, (low, high) in DRAFT_OPTIONS.items()
+        ),
         ({"parallel_drafting": True}, "parallel_drafting is for draft models, not for method 'ngram'"),
         ({"method": "medusa", "model": "x", "parallel_drafting": True}, "for draft models, not for method 'medusa'"),
         ({"method": "eagle3", "model": "x", "quantization": "int8"}, "quantization='int8' is for draft models"),

@@ -23,7 +23,6 @@ from support.models import hf_logits, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 import outrider.llm
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
@@ -40,9 +39,11 @@ from outrider.llm import (
 from outrider.llm.backends import Job
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
-from outrider.rpc.messages import Commit, Credit, Open, TokenLogprob
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.messages import Commit, Credit, Open
+from outrider.rpc.words.answer import GenerationDelta, TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 from outrider.target_service import engine as target_engine
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
@@ -267,7 +268,7 @@ def test_drafts_that_are_unsure_end_early(tiny_pair: TinyPair, temperature: floa
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
     found = []
     for confidence in (0.0, 1.0):  # at 1 every draft ends behind its first token
-        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, "draft_confidence": confidence}
+        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, **dict.fromkeys(DRAFT_OPTIONS, confidence)}
         with LLM(tiny_pair.target, threads=1, speculative_config=config, acceptance="coupled") as made:
             (output,) = made.generate([[5, 6, 7]], params, **QUIET)
             values: Any = {metric.name: metric for metric in made.get_metrics()}

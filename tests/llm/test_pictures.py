@@ -17,7 +17,7 @@ from support.models import train_byte_level
 from support.pictures import SEEING, data_url, drawn, picture, seeing
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.media import MediaLimits, MediaSource
+from outrider.gateway.media import MediaLimits
 from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
@@ -26,6 +26,7 @@ from outrider.llm.engine_choice import sees
 from outrider.llm.inputs import parse_prompts
 from outrider.llm.pictures import parts_of, pictures_of
 from outrider.rpc.media import look_at
+from outrider.rpc.words.request import MediaSource
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
 from outrider.llm.sampling_params import NO_BOUND, REFUSED, reasoning_options, to_wire
-from outrider.rpc.sampling_params import LogprobsMode
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 
 DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,

@@ -17,8 +17,8 @@ from support.gateways import save_thinking
 from outrider.llm import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.llm.sampling_params import to_wire, with_guided
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import LogprobsMode
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.structured import StructuredOutput
 
 
 class Colour(BaseModel, extra="forbid"):

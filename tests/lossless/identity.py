@@ -42,11 +42,11 @@ from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
-from outrider.rpc.sampling_params import TokenOrigin
 from outrider.rpc.server import Server
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.words.sampling_params import TokenOrigin
 from outrider.target_service import boot
 from outrider.target_service.boot import TargetService, build
 from outrider.target_service.scheduler import ScheduledSequence

@@ -42,7 +42,7 @@ from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import as_int64, exponential_noise
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.rpc.messages import Credit, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 300
 # Two layers at least: with one, cached keys and values would not depend on what stands before their token.

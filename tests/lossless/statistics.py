@@ -36,8 +36,8 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Arithmetic, Credit, DraftInfo, DraftTokens, ModelInfo, Open, TargetEvent, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
 from outrider.rpc.vocabulary import TokenizerFile, has_tokenizer
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 

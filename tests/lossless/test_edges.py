@@ -28,7 +28,7 @@ from outrider.kernels.verify.reference import (
     first_argmax,
 )
 from outrider.rpc.messages import TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.outputs import VerifiedWindow
 from outrider.target_service.scheduler import ScheduledSequence

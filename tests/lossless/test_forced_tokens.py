@@ -35,7 +35,8 @@ from support.engines import (
 
 from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import StructuredOutput, TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 SCHEMA = json.dumps(
     {

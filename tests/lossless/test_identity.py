@@ -37,8 +37,9 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.worker import set_switch_interval
 from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.lexicon import lexicon_of
+from outrider.rpc.words.lexicon import Lexicon, Token
+from outrider.rpc.words.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.timeout(1800)  # 64 streams of the long form take minutes where others use the cores, too
 

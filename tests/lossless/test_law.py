@@ -46,7 +46,7 @@ from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import accept
 from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token
+from outrider.rpc.words.lexicon import Lexicon, Token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

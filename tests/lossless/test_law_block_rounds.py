@@ -33,8 +33,8 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.kernels.random.reference import Purpose
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service import verifier
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits

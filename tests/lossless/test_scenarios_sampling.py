@@ -26,7 +26,9 @@ from outrider.kernels.types import DraftWeights, Windows
 from outrider.kernels.verify.reference import accept, accept_uniforms, draw
 from outrider.rpc.codec import PIECE
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
-from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import FinishReason, LogprobsMode
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service import verifier
 from outrider.target_service.verifier import HostVerifier
 

@@ -29,10 +29,12 @@ from support.fakes import ToyDraft, ToyTarget, scripted
 from support.models import save_tiny, train_byte_level
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.messages import Close, Commit, Open
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.target_service.boot import build
 from outrider.target_service.settings import TargetSettings
 
@@ -88,7 +90,7 @@ async def generated(tokenizer: Tokenizer, k: int, wrong_every: int = 0, **sampli
 
 def ids_and_text(deltas: list[GenerationDelta]) -> tuple[list[int], str, Any, Any]:
     ids = [token for delta in deltas for token in delta.token_ids]
-    return ids, "".join(delta.text for delta in deltas), deltas[-1].finish_reason, deltas[-1].stop_string
+    return ids, "".join(delta.text for delta in deltas), deltas[-1].finish_reason, deltas[-1].stop_reason
 
 
 async def test_scenario_22_a_stop_string_inside_a_window_ends_it(tokenizer: Tokenizer) -> None:

@@ -26,9 +26,9 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.llm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.messages import Close, Commit, Credit, DraftEvent, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 
 PROMPT = (11, 12, 13, 14)
 LIKELIER = Fraction(7, 10)

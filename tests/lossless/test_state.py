@@ -52,7 +52,7 @@ from support.environment import SEED
 
 from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},

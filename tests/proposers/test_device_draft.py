@@ -19,7 +19,7 @@ from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
 from outrider.rpc.messages import DraftEvent, DraftTokens, Open, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreter"]
 

@@ -13,7 +13,7 @@ from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
 VOCAB_SIZE = LOADED.vocab_size

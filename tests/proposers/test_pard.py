@@ -27,7 +27,7 @@ from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, Dr
 from outrider.proposers.draft_text import DraftText
 from outrider.proposers.drawing import pack
 from outrider.proposers.pard import MOST_MASKS, PardProposer
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 MASK = 96
 PROMPT = [5, 9, 33, 7, 7, 61, 2, 40, 18]

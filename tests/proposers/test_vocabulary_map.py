@@ -13,7 +13,8 @@ from support.models import LINES, train_byte_fallback, train_byte_level, train_u
 from tokenizers import Tokenizer as Backend
 
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
+from outrider.rpc.lexicon import lexicon_of
+from outrider.rpc.words.lexicon import Lexicon, Token
 
 KINDS = {
     "byte_level": (train_byte_level, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),

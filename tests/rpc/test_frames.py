@@ -18,14 +18,7 @@ from support.pictures import media
 from outrider.rpc import frames
 from outrider.rpc.codec import DRAFT_STREAM, RELAYED_DRAFT_STREAM, TARGET_STREAM, Message
 from outrider.rpc.errors import ProtocolError, ResourceExhausted
-from outrider.rpc.frames import (
-    ID_WINDOW,
-    MAX_FRAME_BYTES,
-    FrameAssembler,
-    FramePacker,
-    SequenceState,
-    SequenceTable,
-)
+from outrider.rpc.frames import ID_WINDOW, MAX_FRAME_BYTES, FrameAssembler, FramePacker, SequenceState, SequenceTable
 from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import (
     Close,
@@ -37,10 +30,10 @@ from outrider.rpc.messages import (
     FrameHeader,
     Open,
     PromptLogprobs,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 

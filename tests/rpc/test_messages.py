@@ -14,11 +14,13 @@ from rpc.test_sampling_params import CONTEXT, FEW, FLOATS, INT32, SAMPLING, TEXT
 
 from outrider.rpc import codec
 from outrider.rpc import messages as m
-from outrider.rpc import sampling_params as s
 from outrider.rpc.errors import InvalidArgument, shown
-from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenLogprob, TokenWeights
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin, validate_sampling
-from outrider.rpc.structured import decode_structured_output, encode_structured_output
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenWeights, validate_sampling
+from outrider.rpc.sampling_codec import decode_structured_output, encode_structured_output
+from outrider.rpc.words import sampling_params as s
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
@@ -234,7 +236,7 @@ BAD_OPEN: list[tuple[str, dict[str, Any]]] = [
     ("open.first_chain", {"first_chain": 2**31}),
     ("open.seed", {"seed": 2**64}),
     ("open.priority", {"priority": 2**31}),
-    ("open.draft_confidence", {"draft_confidence": float("nan")}),
+    *((f"open.{name}", {name: float("nan")}) for name in DRAFT_OPTIONS),
     ("open.salt", {"salt": "x" * 129}),
     ("open.adapter", {"adapter": "x" * 129}),
     ("open.reasoning.end_ids", {"reasoning": m.Reasoning(())}),

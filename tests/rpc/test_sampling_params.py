@@ -18,11 +18,12 @@ from outrider.cli.generate import GenerateSettings
 from outrider.client.request import build_request
 from outrider.engine.checkpoint import SAMPLING_KEYS
 from outrider.llm import SamplingParams as LLMSamplingParams
-from outrider.rpc import sampling_params as s
 from outrider.rpc.codec import DRAFT_INFO, TARGET_INFO
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.messages import DraftInfo, ModelInfo, TargetInfo
-from outrider.rpc.sampling_params import (
+from outrider.rpc.messages import DraftInfo, ModelInfo, TargetInfo, validate_sampling
+from outrider.rpc.sampling_codec import decode_sampling, encode_sampling
+from outrider.rpc.words import sampling_params as s
+from outrider.rpc.words.sampling_params import (
     BASELINE,
     PARAMETERS,
     RECOMMENDED,
@@ -30,13 +31,10 @@ from outrider.rpc.sampling_params import (
     AcceptanceRule,
     LogprobsMode,
     SamplingParams,
-    StructuredOutput,
-    decode_sampling,
-    encode_sampling,
     lacking,
     sampling_for_peers,
-    validate_sampling,
 )
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import draft_pb2, target_pb2
 from outrider.v1 import generation_pb2 as pb
 

@@ -17,11 +17,12 @@ from support.fakes import until
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import COMMIT, TARGET_STREAM
 from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
-from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open
 from outrider.rpc.server import build_server
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import FrameStream, Outboxes, RoundTrip, StreamConfig, client_stream, server_stream
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import target_pb2_grpc
 
 QUICK = StreamConfig(heartbeat_s=0.05, silence_s=30.0)  # a busy machine is no silent peer

@@ -34,8 +34,8 @@ from outrider.rpc.messages import (
     Open,
     is_last,
 )
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.outputs import VerifiedWindow, _up_to_stop
 from outrider.target_service.scheduler import ScheduledSequence

@@ -24,7 +24,7 @@ from outrider.planner.estimates import StepTime
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, PolicyLimits
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.goodput import Goodput
 
 VERIFY_S, BLOCKS = 0.02, 512

@@ -21,8 +21,8 @@ from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, PolicyController, Round, SpeculationTally
 from outrider.planner.simulate import Clock
 from outrider.rpc.messages import Commit, Credit, Failure, Open, TargetEvent
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
 

@@ -49,8 +49,8 @@ from outrider.rpc.messages import (
     TargetEvent,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.grammars import Grammars
 from outrider.target_service.outputs import ComputedStep

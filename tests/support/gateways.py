@@ -35,8 +35,8 @@ from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import OutriderError, Unavailable
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import generation_pb2 as pb
 
 PROMPT = [11, 12, 13]

@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, gpu
-from support.engines import (
-    BLOCK,
-    COUPLED,
-    GRAMMAR_EOS,
-    REJECTION,
-    VOCAB,
-    TargetHarness,
-    grammars_at_once,
-    opened,
-)
+from support.engines import BLOCK, COUPLED, GRAMMAR_EOS, REJECTION, VOCAB, TargetHarness, grammars_at_once, opened
 from support.heads import random_head
 from support.kernels import interpreter
 from support.models import SMALLEST, ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
@@ -29,7 +20,8 @@ from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open, TokenWeights
-from outrider.rpc.sampling_params import LogprobsMode, StructuredOutput
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.device_verifier import verifier_of
 
 __all__ = ["gpu", "interpreter"]

@@ -37,9 +37,9 @@ from outrider.engine.loader import LoadedModel
 from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
 from outrider.rpc.messages import PRIORITY_STEP_S, Close, Closed, Credit, DraftTokens, TokenWeights
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service import outputs
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.observed import observed

@@ -16,15 +16,8 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 from outrider.engine.loader import LoadedModel
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
-from outrider.target_service.goodput import (
-    MARGIN,
-    PROBE_SHARE,
-    BatchingDelay,
-    Goodput,
-    GoodputRequest,
-    best_rows,
-)
+from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.target_service.goodput import MARGIN, PROBE_SHARE, BatchingDelay, Goodput, GoodputRequest, best_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FLAT = tuple((rows, 10_000) for rows in ROWS)

@@ -11,7 +11,7 @@ from support.engines import GRAMMAR_EOS, AtOnce, TargetHarness, grammar_compiler
 
 from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.messages import Close, Credit, Failure
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.grammars import GIVE_UP_S, Grammars, WorkClock
 
 

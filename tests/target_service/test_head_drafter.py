@@ -20,7 +20,8 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput, TokenOrigin
+from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service import head_drafter
 from outrider.target_service.draft_buffer import ChainBuffer, Window
 from outrider.target_service.head_drafter import HeadDrafter

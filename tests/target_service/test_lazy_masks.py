@@ -19,7 +19,8 @@ from outrider.engine.grammar.constraint import Constraint
 from outrider.engine.grammar.masks import allowed_ids
 from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Reasoning
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, StructuredOutput
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.target_service import lazy_masks, verifier
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.grammars import Grammars, spec_of

@@ -11,7 +11,7 @@ from support.metrics import MODEL, Idle, scraped
 
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Close, Credit, DraftTokens
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep, observed, stats_of

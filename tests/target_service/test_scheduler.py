@@ -12,7 +12,7 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.rpc.messages import Credit, DraftTokens
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.scheduler import PROMPT_SHARE, ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import TargetLimits, TargetSequence, admit

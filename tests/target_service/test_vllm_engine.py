@@ -17,9 +17,9 @@ from support.metrics import MODEL, scraped
 
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
-from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Deliver
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import FinishReason
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits

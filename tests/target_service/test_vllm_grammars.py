@@ -11,7 +11,7 @@ from support.models import ascii_backend
 from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.vllm import grammars
 from outrider.target_service.vllm.grammars import VllmGrammars
 

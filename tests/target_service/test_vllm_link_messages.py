@@ -18,10 +18,10 @@ from outrider.rpc.messages import (
     Load,
     PromptLogprobs,
     StepTimings,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.vllm.link_messages import read, write
 from outrider.vllm.source import StepReport
 

@@ -36,11 +36,11 @@ from outrider.engine.adapters.loader import load_adapter as load_on_ours
 from outrider.engine.loader import load_model
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets, load_adapter, unload_adapter
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.target_service.vllm.assembly import ONE_PROCESS
 
 AWAY_WAIT_S = 30.0  # plain decoding of the references holds the loop up, in which a connection may end

@@ -33,7 +33,7 @@ from outrider.llm import SamplingParams as LlmParams
 from outrider.rpc.channel import connect
 from outrider.rpc.media import Media, look_at
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 

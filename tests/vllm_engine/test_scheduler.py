@@ -16,7 +16,7 @@ from support.models import save_tiny
 from support.vllm_scheduler import BLOCK, MAX_MODEL_LEN, VOCAB, K, Steps, decoded, next_token
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service.adapters import TURN
 from outrider.vllm import scheduler
 

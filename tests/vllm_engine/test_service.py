@@ -32,7 +32,7 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 

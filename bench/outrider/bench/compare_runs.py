@@ -23,15 +23,16 @@ from outrider.cli.serve import ServeSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Verifier
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.local import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, StructuredOutput
 from outrider.rpc.settings import parse_settings
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.boot import load_head
 from outrider.target_service.settings import TargetSettings
@@ -154,7 +155,7 @@ class Options:
                 ignore_eos=True,
                 structured_output=schema,
             ),
-            max_tokens_given=False,  # at most what the context leaves
+            unset=("max_tokens",),  # at most what the context leaves
             speculation=replace(speculation, acceptance=AcceptanceRule.COUPLED),
             salt=salt,
         )
@@ -191,7 +192,7 @@ class Run:
     @property
     def share_off(self) -> float:
         """Of rounds in which the gateway did not speculate."""
-        return self.tally.rounds_by_mode.get("off", 0) / self.tally.num_rounds
+        return self.tally.num_rounds_by_mode.get("off", 0) / self.tally.num_rounds
 
 
 Engines = dict[Method | None, GenerationEngine]

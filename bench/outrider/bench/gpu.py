@@ -47,7 +47,7 @@ from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import Open, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.scheduler import ScheduledSequence

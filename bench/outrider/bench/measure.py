@@ -12,7 +12,7 @@ from typing import Protocol
 from outrider.bench.harness import BenchWorker
 from outrider.bench.results import note
 from outrider.client import Client, SpeculationStats
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 REQUEST_S = 600.0
 

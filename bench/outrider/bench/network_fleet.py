@@ -23,7 +23,8 @@ from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import SamplingParams
 
 PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO = "plain", "sequential", "chains", "branches", "auto"
 COLOCATED, COLOCATED_ALL = "colocated", "colocated-all"  # on the target's cores; on the draft's too

@@ -48,8 +48,8 @@ from outrider.bench.results import (
 )
 from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.cli.local_services import Folders, Services
-from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.settings import usable_cores
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
 OUR_MODES: dict[BenchMode, tuple[AcceptanceRule, str]] = {  # how drafted tokens are accepted, and the gateway's mode

@@ -53,7 +53,7 @@ from outrider.cli.arguments import load_tokenizer, parse
 from outrider.cli.local_services import Folders, Services
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PLAIN, OWN = "vllm plain", "vllm draft"
 ENGINES = ("vllm", "outrider")

@@ -14,7 +14,7 @@ from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelSta
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomAhead, RandomKey
-from outrider.engine.sampler import SamplingLike, SequenceSampler
+from outrider.engine.sampler import SequenceSampler
 from outrider.engine.token_tree import TokenTree
 from outrider.planner.method_choice import MethodChoice, MethodRates
 from outrider.proposers.base import Lookup, SequenceContext, TokenProposer
@@ -26,7 +26,7 @@ from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1
 
@@ -224,7 +224,7 @@ def _digest_of(method: ModelMethod, adapter: str) -> str:
 
 
 def _sampler(
-    params: SamplingLike,
+    params: SamplingParams,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     method: ModelMethod,

@@ -34,12 +34,12 @@ from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_p
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
-from outrider.rpc.sampling_params import CAPABILITIES, FRESH_SEED
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.rpc.words.sampling_params import CAPABILITIES, FRESH_SEED
+from outrider.rpc.words.structured import CONSTRAINTS
 
 if TYPE_CHECKING:
     from outrider.draft_service.metrics import DraftMetrics

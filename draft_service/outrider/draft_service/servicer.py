@@ -19,9 +19,9 @@ from outrider.rpc.messages import (
     validate_credit,
     validate_open,
 )
-from outrider.rpc.sampling_params import ALL_LOGPROBS
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 if TYPE_CHECKING:

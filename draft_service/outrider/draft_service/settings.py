@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from outrider.engine.token_tree import TokenTree
-from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
+from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
+from outrider.rpc.words.request import split_methods
 
 Level = Literal["auto", "token", "string"]
 VocabularyLevel = Annotated[

@@ -26,9 +26,10 @@ from outrider.rpc.errors import (
     Violation,
     Violations,
 )
-from outrider.rpc.lexicon import Lexicon, lexicon_of
+from outrider.rpc.lexicon import lexicon_of
 from outrider.rpc.messages import MAX_NAME_CHARS, DraftVocabulary
 from outrider.rpc.vocabulary import TokenizerFile, complete_backend, has_tokenizer, is_panic, load_backend, panics_told
+from outrider.rpc.words.lexicon import Lexicon
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ what single rows and ids ask for; where a number a row says it all, `row_samplin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
@@ -19,40 +19,12 @@ from outrider.engine.grammar.constraint import Constraint
 from outrider.engine.grammar.masks import allowed_ids, num_words
 from outrider.engine.staging import Column, StagedColumns
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
+from outrider.rpc.words.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.grammar.compiler import Matcher
 
 OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
-
-
-class SamplingLike(Protocol):
-    """What the engine reads of a request's sampling parameters; vLLM's names and meanings, every default resolved."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Mapping[int, float]: ...
-    @property
-    def allowed_token_ids(self) -> Sequence[int]: ...
-    @property
-    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
 
 
 class DraftMasks(Protocol):
@@ -68,7 +40,7 @@ class SequenceSampler:
 
     def __init__(
         self,
-        params: SamplingLike,
+        params: SamplingParams,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         eos_ids: Sequence[int],

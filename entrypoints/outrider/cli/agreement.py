@@ -25,8 +25,8 @@ from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.reencoding import JoinedVocabulary, Reencoding
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens, Open
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import SamplingParams
 
 WINDOW = 512  # tokens of context; each window is read from its start
 ROWS = 128  # rows of one forward pass: large vocabularies make large logits

@@ -19,8 +19,9 @@ from outrider.cli.terminal import TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 DESCRIPTION = (
     'Ask a gateway for completions of a prompt, given as a bare argument ("Once upon a time") or by --token-ids. On a '

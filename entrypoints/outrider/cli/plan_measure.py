@@ -15,8 +15,8 @@ from outrider.planner.virtual_services import MAX_ROWS
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Open
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.security import ClientTls
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 ANSWER_S = 10.0  # until which both services must have answered
 WINDOW, NUM_TOKENS = 4, 128  # drafted tokens of a round, and tokens that are decoded to measure
@@ -70,7 +70,7 @@ def summarise(
     for closed in rounds:
         tally.add(closed)
     timed = [closed for closed in rounds[1:] if closed.draft_us and closed.commit.num_drafted]
-    if not timed or not sum(tally.tested_per_position):
+    if not timed or not sum(tally.num_tested_per_position):
         raise ValueError("the draft proposed nothing to measure: give --draft-ms and --acceptance")
     pass_us = sum(closed.draft_us for closed in timed) / sum(closed.commit.num_drafted for closed in timed)
     costs: StepCosts = tuple((rows, float(step_us)) for rows, step_us in step_costs)
@@ -82,6 +82,6 @@ def summarise(
         target_costs=costs,
         draft_costs=((1, pass_us), (MAX_ROWS, pass_us)),
         round_trip_ms=round_trip_us / 1e3,
-        acceptance=min(0.99, sum(tally.accepted_per_position) / sum(tally.tested_per_position)),
+        acceptance=min(0.99, sum(tally.num_accepted_per_position) / sum(tally.num_tested_per_position)),
         cache_tokens=cache_tokens,
     )

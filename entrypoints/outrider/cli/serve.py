@@ -36,7 +36,6 @@ from outrider.proposers.registry import (
     check_methods,
     method_of,
     needs_model,
-    split_methods,
 )
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import embedded, locate
@@ -44,6 +43,7 @@ from outrider.rpc.security import ServerTls
 from outrider.rpc.server import require_free
 from outrider.rpc.settings import TlsSettings, is_loopback, named_folders
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.rpc.words.request import split_methods
 from outrider.target_service.settings import EngineSettings
 
 MTP = "mtp"  # its layers may be in the target's own checkpoint

@@ -16,7 +16,7 @@ from rich.style import Style
 
 from outrider.client import Part
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 
 PLAIN = "", "decoded with no draft"
 ORIGINS = {  # with the style, as rich names it, and the meaning

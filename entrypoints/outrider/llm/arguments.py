@@ -37,7 +37,8 @@ from outrider.llm.validation import (
     require_known,
 )
 from outrider.rpc.hub import embedded, is_hub_id, locate
-from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 
 EMBEDS = "models generate; they do not embed, score or classify"
 NO_WORKERS = "there are no workers: the engines are in this process"

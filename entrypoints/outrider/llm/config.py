@@ -7,7 +7,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -40,11 +40,11 @@ from outrider.proposers.registry import (
     list_problem,
     method_of,
     needs_model,
-    split_methods,
 )
 from outrider.rpc.hub import embedded, is_hub_id, locate
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.request import DRAFT_OPTIONS, DraftOptions, Range, split_methods
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 
 class VllmMethod(NamedTuple):
@@ -159,9 +159,22 @@ def acceptance_of(rejection_sample_method: object) -> AcceptanceRule:
     return RULES[rejection_sample_method]
 
 
+def _in_range(bounds: Range) -> Any:
+    low, high = bounds
+    return Annotated[Number, Field(ge=low, le=high, description=f"a number in [{low}, {high}]")]
+
+
+# What a request says to its draft is said here for all requests.
+_ForDrafts: Any = make_dataclass(
+    "_ForDrafts",
+    [(name, _in_range(bounds), getattr(DraftOptions(), name)) for name, bounds in DRAFT_OPTIONS.items()],
+    kw_only=True,
+)
+
+
 @plain_errors("speculative_config")
 @dataclass(config=CONFIG)
-class SpeculativeConfig:
+class SpeculativeConfig(_ForDrafts):  # type: ignore[misc]  # whose fields are made of a table
     """How to draft; vLLM's names. It says what is meant; `require_supported` says what is there. What is refused
     there in any case is taken here as it is."""
 
@@ -181,7 +194,6 @@ class SpeculativeConfig:
     disable_padded_drafter_batch: bool = False
     draft_sample_method: Annotated[str | None, one_of(("greedy", "probabilistic"))] = None  # None: probabilistic, which
     # accepts more; vLLM's default is greedy
-    draft_confidence: Annotated[Number, Field(ge=0, le=1, description="a number in [0, 1]")] = 0.0
     quantization: Annotated[Any, Only(None, "int8", why="a draft's weights are as they are, or rounded to int8")] = None
     draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
     revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -41,7 +40,8 @@ from outrider.llm.sampling_params import (
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.messages import ModelInfo
-from outrider.rpc.sampling_params import RECOMMENDED
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import RECOMMENDED
 
 
 def default_params(arguments: EngineArguments, info: ModelInfo) -> SamplingParams:
@@ -103,7 +103,7 @@ class JobMaker:
             token_ids=prompt.token_ids,
             sampling=seeded(sampling, arguments.seed, number),
             reasoning=reasoning_options(params),
-            max_tokens_given=False,  # as in vLLM a completion ends where the context does
+            unset=("max_tokens",),  # as in vLLM a completion ends where the context does
             speculation=replace(
                 backend.speculation,
                 acceptance=arguments.acceptance_for(params.seed, backend.speculation.acceptance, backend.can_couple),

@@ -38,7 +38,6 @@ from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.handshake import check_tokenizer
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, Lost, VerifierLink
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -79,11 +78,13 @@ from outrider.rpc.messages import (
     to_failure,
 )
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.adapter_changes import AdapterChanges
 from outrider.target_service.boot import (
     info_of,
@@ -533,7 +534,7 @@ def start_local(
             if speculation.tree is not None
             else acceptance_of(speculation.rejection_sample_method),
             greedy_draft=speculation.draft_sample_method == "greedy",
-            draft_confidence=speculation.draft_confidence,
+            **draft_options(speculation),
         )
     adapters = HeldAdapters(target, arguments.num_adapters) if arguments.enable_lora else None
     return LocalBackend(

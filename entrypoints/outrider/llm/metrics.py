@@ -10,10 +10,9 @@ from collections import Counter as Tally
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.spec_decode_metrics import add_drafts
 from outrider.llm.outputs import finish_name
-from outrider.planner.policy import SpeculationTally
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +26,9 @@ class SpeculationLog:
         self._clock = clock
         self._reset()
 
-    def add(self, tally: SpeculationTally) -> None:
+    def add(self, stats: SpeculationStats) -> None:
         """One completion has ended."""
-        add_drafts(self._counts, tally)
+        add_drafts(self._counts, stats)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
             self._say(seconds)
@@ -37,7 +36,7 @@ class SpeculationLog:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._counts = SpeculationTally()
+        self._counts = SpeculationStats()
 
     def _say(self, seconds: float) -> None:
         counts = self._counts
@@ -52,7 +51,7 @@ class SpeculationLog:
             counts.num_draft_tokens / seconds,
             counts.num_accepted_tokens,
             counts.num_draft_tokens,
-            ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.accepted_per_position),
+            ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.num_accepted_per_position),
             100 * counts.num_accepted_tokens / counts.num_draft_tokens,
         )
 
@@ -133,7 +132,7 @@ class Statistics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._k, self._max_running = num_speculative_tokens, max_running
         self._sums: Tally[str] = Tally()
-        self._drafts = SpeculationTally(accepted_per_position=[0] * num_speculative_tokens)
+        self._drafts = SpeculationStats(num_accepted_per_position=(0,) * num_speculative_tokens)
         self._finished: Tally[str] = Tally({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.times = {name: Samples() for name in TIMES}
         self._log = SpeculationLog()
@@ -158,9 +157,9 @@ class Statistics:
         self._sums["prompt_tokens"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_queries"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_hits"] += delta.usage.cached_tokens
-        if delta.tally is not None:
-            add_drafts(self._drafts, delta.tally)
-            self._log.add(delta.tally)
+        if delta.speculation is not None:
+            add_drafts(self._drafts, delta.speculation)
+            self._log.add(delta.speculation)
 
     def snapshot(self, cache_usage: float | None) -> list[Metric]:
         """All metrics of this moment."""
@@ -181,7 +180,7 @@ class Statistics:
         if self._k:
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
                 out.append(Counter(f"vllm:spec_decode_{name}", labels, getattr(self._drafts, name)))
-            positions = list(self._drafts.accepted_per_position)
+            positions = list(self._drafts.num_accepted_per_position)
             out.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, positions))
         return out
 

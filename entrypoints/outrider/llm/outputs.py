@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -16,8 +15,8 @@ from outrider.llm.inputs import Prompt
 from outrider.llm.logprobs import FlatLogprobs, Logprob
 from outrider.llm.lora.request import LoRARequest
 from outrider.llm.sampling_params import SamplingParams
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, PositionLogprobs
+from outrider.rpc.words.sampling_params import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +132,7 @@ class OutputBuilder:
             self._add_logprobs(completion, delta.logprobs)
         if delta.finish_reason is not None:
             completion.finish_reason = finish_name(delta.finish_reason)
-            completion.stop_reason = delta.stop_token_id if delta.stop_string is None else delta.stop_string
+            completion.stop_reason = delta.stop_reason
         if self._steps is not None:
             completion.spec_decode_metrics = self._steps.add(delta)
         if delta.usage is not None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from pydantic.dataclasses import dataclass
 
 from outrider.llm.validation import CONFIG, Fixed, Flag, OrDefault, plain_errors, require_fixed, require_known
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 COMPILER = "x-guidance"  # where a schema tells llguidance how JSON is written

@@ -50,13 +50,14 @@ from outrider.rpc.logs import setup_logging
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.security import ClientTls, ServerTls
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
 from outrider.rpc.settings import Address, PeerSettings, ServerSettings, VllmMetrics, is_loopback, parse_settings
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import TokenizerFile
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from outrider.gateway.http.app import HttpServer

@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
 from outrider.rpc.interceptors import HEALTH, host_of
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.security import Watched
+from outrider.rpc.words.request import GenerationRequest
 
 # What no token is asked for: an orchestrator's probes have none.
 OPEN_SERVICES = (HEALTH,)

@@ -16,7 +16,7 @@ from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
 from outrider.gateway.learning import Learned, limits_of
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.prediction import PREDICTION, predictor
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
+from outrider.gateway.request import Prepared, least_tokens, no_such_model, num_long_chars, prepare
 from outrider.gateway.request_log import RequestLog, log_refusal
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.controller import Controller
@@ -35,7 +35,9 @@ from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
-from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
+from outrider.rpc.words.answer import GenerationDelta, Usage
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, FinishReason
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ class Completion:
         self._run, self._index = run, index
         self._output_ids = prepared.output_ids(index)
         self._text = text
-        self._tally = SpeculationTally()
+        self._tally = SpeculationTally(acceptance=prepared.acceptance)
         self._method = ""  # the one that drafts; empty: not known yet, or several do
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
         if self._predicted is not None:
@@ -121,11 +123,11 @@ class Completion:
         ids, sampling = self._output_ids, self._run.prepared.sampling
         if self._text.finished:
             resumed = self._text.resumed
-            return self._delta(finish_reason=resumed.finish_reason, stop_string=resumed.stop_string)
+            return self._delta(finish_reason=resumed.finish_reason, stop_reason=resumed.stop_string)
         last = ids[-1] if len(ids) > sampling.min_tokens else None
         if last in sampling.stop_token_ids or (last in self._run.eos_token_ids and not sampling.ignore_eos):
             reason = self._text.push((), FinishReason.STOP).finish_reason
-            return self._delta(finish_reason=reason, stop_token_id=last if last in sampling.stop_token_ids else None)
+            return self._delta(finish_reason=reason, stop_reason=last if last in sampling.stop_token_ids else None)
         if len(ids) >= sampling.max_tokens:
             return self._delta(finish_reason=FinishReason.LENGTH)
         return None
@@ -156,8 +158,7 @@ class Completion:
             origins=commit.origins[: cut.num_ids],
             logprobs=commit.logprobs[: cut.num_ids],
             finish_reason=cut.finish_reason,
-            stop_string=cut.stop_string,
-            stop_token_id=cut.stop_token_id,
+            stop_reason=cut.stop_token_id if cut.stop_string is None else cut.stop_string,
             tool_calls=cut.tool_calls,
             round=closed,
             near_ties=closed.near_ties,
@@ -175,9 +176,8 @@ class Completion:
         return self._marked(
             replace(
                 delta,
-                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached, *predicted, self._num_reasoning),
-                tally=self._tally,
-                acceptance=self._run.prepared.acceptance,
+                usage=Usage(prompt_len, self._num_returned, self._num_cached, *predicted, self._num_reasoning),
+                speculation=self._tally,
             )
         )
 
@@ -303,7 +303,7 @@ class GenerationEngine:
             self.admission.leave(left)
 
     async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
-        least = request.least_tokens(self.verifier.info.model.max_model_len)
+        least = least_tokens(request, self.verifier.info.model.max_model_len)
         least = least if least <= self._max_admitted_tokens() else 0  # what is always too much is told with all else
         self.admission.require_room(AdmissionCost(1, least, request.account))  # before anything is spent on it
         if request.model not in ("", self.model_name):
@@ -352,7 +352,7 @@ class GenerationEngine:
 
     async def _prepare(self, request: GenerationRequest) -> Prepared:
         if request.messages is None:
-            async with self.text_turn(request.account, request.num_long_chars):
+            async with self.text_turn(request.account, num_long_chars(request)):
                 return await self._prepared(request)
         async with self.template_turn(request.account, len(request.messages)):
             return await self._prepared(request)

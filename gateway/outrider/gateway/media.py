@@ -9,7 +9,7 @@ import os
 import stat
 from binascii import Error as NoBase64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -25,27 +25,13 @@ from outrider.rpc.media import (
     too_many_pixels,
 )
 from outrider.rpc.messages import TargetInfo
+from outrider.rpc.words.request import MediaSource
 
 MAX_PATH_CHARS = 4096
 MAX_SHOWN_NAME = 100
 BASE64 = ";base64"
 URLS = "a data: URL with base64, or a file: URL of the gateway's media folder"
 NOT_THERE = "is no file below the gateway's media folder; allowed: the path of one"
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSource:
-    """A picture as it was given: exactly one of data, url and path."""
-
-    data: bytes | None = field(default=None, repr=False)
-    url: str = field(default="", repr=False)  # data: or file:
-    path: str = ""
-    mime_type: str = ""  # that it is said to be
-
-    @property
-    def name(self) -> str:
-        """Of the field in which it came."""
-        return "data" if self.data is not None else "url" if self.url else "path"
 
 
 @dataclass(frozen=True, slots=True)

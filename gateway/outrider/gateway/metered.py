@@ -15,7 +15,7 @@ from typing import Any
 from outrider.gateway.admission import AdmissionGate
 from outrider.gateway.engine import GenerationEngine, RequestRun
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
+from outrider.gateway.request import Prepared
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
 from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.gateway.tracing import RequestTrace
@@ -25,6 +25,8 @@ from outrider.planner.policy import OFF, Policy, PolicyLimits, Round
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
 from outrider.rpc.metrics import exemplar_of
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
 
 DEMAND_EVERY_S = 0.5  # how often it is asked whether drafting would pay
 LEAST_GAIN = 0.97  # of plain decoding's time a token may take to pay

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.gateway.prediction import PREDICTION
-from outrider.proposers.registry import HEADS, list_problem, split_methods
+from outrider.proposers.registry import HEADS, list_problem
 from outrider.rpc.errors import Violations, quoted
 from outrider.rpc.messages import MAX_METHODS, MAX_NAME_CHARS, DraftInfo, TargetInfo
+from outrider.rpc.words.request import split_methods
 
 if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+    from outrider.rpc.words.request import GenerationRequest
 
 
 def offered(target: TargetInfo, draft: DraftInfo | None) -> tuple[str, ...]:

@@ -7,13 +7,15 @@ import logging
 import time
 from dataclasses import replace
 
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
+from outrider.gateway.request import Prepared
 from outrider.gateway.text.chat import TEMPLATE_REFUSED
 from outrider.gateway.tracing import RequestTrace
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.logs import about, cut
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.server_calls import SERVER_FAULTS, as_outrider_error
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
 
 HIDDEN = "the chat template refused the conversation"
 log = logging.getLogger(__name__)
@@ -41,11 +43,11 @@ class RequestLog:
             self._finish_reasons.append(delta.finish_reason.name.lower())
         if delta.usage is not None:
             self._num_cached = max(self._num_cached, delta.usage.cached_tokens)
-        if delta.tally is not None:
-            self._num_rounds += delta.tally.num_rounds
-            self._num_drafted += delta.tally.num_draft_tokens
-            self._num_accepted += delta.tally.num_accepted_tokens
-            self._num_forced += delta.tally.num_forced_tokens
+        if delta.speculation is not None:
+            self._num_rounds += delta.speculation.num_rounds
+            self._num_drafted += delta.speculation.num_draft_tokens
+            self._num_accepted += delta.speculation.num_accepted_tokens
+            self._num_forced += delta.speculation.num_forced_tokens
 
     def end(self, error: BaseException | None = None) -> None:
         """Writes the line: a warning where the fault is ours. Counts of rounds are of completions that have ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from outrider.gateway.request import GenerationDelta
+from outrider.rpc.words.answer import GenerationDelta
 
 
 @dataclass(slots=True)

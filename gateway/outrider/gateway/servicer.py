@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.media import MediaSource
 from outrider.gateway.methods import offered
-from outrider.gateway.prediction import decode_prediction
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
-from outrider.gateway.text.chat import check_num_messages, decode_messages, decode_variables
-from outrider.gateway.text.reasoning import decode_reasoning
-from outrider.gateway.text.tools.use import MAX_TOOLS, decode_choice, decode_tools
-from outrider.planner.policy import SpeculationTally
-from outrider.rpc.codec import ADAPTER, MODEL_INFO, encode_position_logprobs
+from outrider.gateway.request import written
+from outrider.gateway.text.chat import check_num_messages
+from outrider.gateway.text.tools.use import MAX_TOOLS
+from outrider.rpc.codec import ADAPTER, MODEL_INFO
 from outrider.rpc.errors import Violations
+from outrider.rpc.generation_codec import decode_request, encode_delta
 from outrider.rpc.interceptors import host_of
 from outrider.rpc.media import MAX_MEDIA
 from outrider.rpc.messages import MAX_N, ModelInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.rpc.server_calls import grpc_call
+from outrider.rpc.words.request import GenerationRequest
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -93,106 +90,6 @@ async def decoded(message: pb.GenerateRequest, model: ModelInfo) -> GenerationRe
     found.length("output_ids", message.output_ids, MAX_N)
     found.raise_if_any()
     return await asyncio.to_thread(decode_request, message, model.default_sampling)
-
-
-def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> GenerationRequest:
-    """The request, what it leaves open taken from the model's defaults. InvalidArgument for an enum's number that only
-    a newer client knows."""
-    kind = message.WhichOneof("input")
-    return GenerationRequest(
-        text=message.text if kind == "text" else None,
-        token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
-        messages=decode_messages(message.chat) if kind == "chat" else None,
-        add_generation_prompt=not message.chat.omit_generation_prompt,
-        prediction=decode_prediction(message.prediction) if message.HasField("prediction") else None,
-        sampling=decode_sampling(message.sampling, defaults),
-        reasoning=decode_reasoning(message.reasoning) if message.HasField("reasoning") else None,
-        max_tokens_given=message.sampling.HasField("max_tokens"),
-        speculation=_decode_speculation(message.speculation),
-        request_id=message.request_id,
-        n=message.n or 1,
-        priority=message.priority,
-        output_ids=tuple(tuple(entry.ids) for entry in message.output_ids),
-        salt=message.salt,
-        model_digest=message.model_digest,
-        model=message.model,
-        adapter=message.adapter,
-        tools=decode_tools(message.tools) if message.tools else (),
-        tool_choice=decode_choice(message.tool_choice) if message.tool_choice else None,
-        parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
-        chat_template_kwargs=decode_variables(message.chat) if message.chat.chat_template_kwargs else {},
-        media=tuple(map(_decode_media, message.media)),
-    )
-
-
-def _decode_media(message: pb.Media) -> MediaSource:
-    return MediaSource(message.data if message.HasField("data") else None, "", message.path, message.mime_type)
-
-
-def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
-    """One response."""
-    out = pb.GenerateResponse(
-        request_id=delta.request_id,
-        index=delta.index,
-        text=delta.text,
-        reasoning=delta.reasoning,
-        token_ids=delta.token_ids,
-        origins=delta.origins,  # type: ignore[arg-type]  # the numbers are the protocol's
-        near_ties=delta.near_ties,
-    )
-    if delta.model_digest:  # the first one
-        out.model_digest = delta.model_digest
-        out.prompt_token_ids.extend(delta.prompt_token_ids)
-    if delta.seed is not None:
-        out.seed = delta.seed
-    if delta.logprobs:
-        out.logprobs.extend(map(encode_position_logprobs, delta.logprobs))
-    if delta.prompt_logprobs:
-        out.prompt_logprobs.extend(map(encode_position_logprobs, delta.prompt_logprobs))
-    for call in delta.tool_calls:
-        out.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-    if delta.finish_reason is not None:
-        out.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
-    if delta.stop_string is not None:
-        out.stop_string = delta.stop_string
-    elif delta.stop_token_id is not None:
-        out.stop_token_id = delta.stop_token_id
-    if delta.usage is not None:
-        out.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
-    if delta.tally is not None:
-        out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
-    return out
-
-
-def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
-    return SpeculationOptions(
-        enabled=message.enabled if message.HasField("enabled") else True,
-        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
-        method=message.method,
-        methods=tuple(message.methods),
-        acceptance=decode_acceptance(message.acceptance, "speculation.acceptance"),
-        mode=message.mode,
-        draft_confidence=message.draft_confidence,
-    )
-
-
-def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.SpeculationStats:
-    return pb.SpeculationStats(
-        num_rounds=tally.num_rounds,
-        num_drafts=tally.num_drafts,
-        num_draft_tokens=tally.num_draft_tokens,
-        num_accepted_tokens=tally.num_accepted_tokens,
-        num_forced_tokens=tally.num_forced_tokens,
-        num_accepted_forced_tokens=tally.num_accepted_forced_tokens,
-        num_accepted_per_position=tally.accepted_per_position,
-        num_tested_per_position=tally.tested_per_position,
-        acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
-        overhead_us=tally.overhead_us,
-        method=tally.method,
-        mode=tally.mode,
-        num_rounds_by_mode=tally.rounds_by_mode,
-        by_method=[pb.MethodStats(method=method, **asdict(did)) for method, did in tally.by_method.items()],
-    )
 
 
 def _remaining_s(context: Any) -> float | None:

@@ -7,9 +7,8 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.request_times import RequestTimes
-from outrider.planner.policy import SpeculationTally
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
 
 
 @dataclass
@@ -39,37 +38,37 @@ class SpecDecodeRecorder:
         steps = self._steps.setdefault(delta.index, [])
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
             steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
-        if delta.tally is None:
+        if delta.speculation is None:
             return None
-        metrics = summary_of(delta.tally, self._k)
+        metrics = summary_of(delta.speculation, self._k)
         if self._detailed:
             metrics.per_step_drafted = [drafted for drafted, _ in steps]
             metrics.per_step_accepted = [accepted for _, accepted in steps]
         return metrics
 
 
-def summary_of(tally: SpeculationTally, k: int) -> SpecDecodeMetrics:
+def summary_of(stats: SpeculationStats, k: int) -> SpecDecodeMetrics:
     """Drafts that got to position i, less those that got further, ended there."""
-    reached = [tally.num_drafts, *tally.accepted_per_position]
+    reached = [stats.num_drafts, *stats.num_accepted_per_position]
     reached += [0] * (k + 2 - len(reached))
     return SpecDecodeMetrics(
-        mean_acceptance_length=1 + tally.num_accepted_tokens / max(1, tally.num_drafts),
-        draft_acceptance_rate=tally.num_accepted_tokens / max(1, tally.num_draft_tokens),
+        mean_acceptance_length=stats.mean_acceptance_length,
+        draft_acceptance_rate=stats.acceptance_rate,
         acceptance_histogram=[here - further for here, further in itertools.pairwise(reached)],
-        num_spec_steps=tally.num_drafts,
-        num_accepted_draft_tokens=tally.num_accepted_tokens,
-        num_draft_tokens=tally.num_draft_tokens,
+        num_spec_steps=stats.num_drafts,
+        num_accepted_draft_tokens=stats.num_accepted_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
         num_spec_tokens=k,
     )
 
 
-def add_drafts(total: SpeculationTally, more: SpeculationTally) -> None:
+def add_drafts(total: SpeculationStats, more: SpeculationStats) -> None:
     """What became of a completion's drafts, to that of others."""
     total.num_drafts += more.num_drafts
     total.num_draft_tokens += more.num_draft_tokens
     total.num_accepted_tokens += more.num_accepted_tokens
-    pairs = itertools.zip_longest(total.accepted_per_position, more.accepted_per_position, fillvalue=0)
-    total.accepted_per_position = [before + added for before, added in pairs]
+    pairs = itertools.zip_longest(total.num_accepted_per_position, more.num_accepted_per_position, fillvalue=0)
+    total.num_accepted_per_position = tuple(before + added for before, added in pairs)
 
 
 class AnswerRecorder:
@@ -78,7 +77,7 @@ class AnswerRecorder:
 
     def __init__(self, wanted: str = "none", times: RequestTimes | None = None) -> None:
         self._wanted, self._detailed, self._times = wanted, wanted == "detailed", times
-        self._total = SpeculationTally()
+        self._total = SpeculationStats()
         self._steps: list[tuple[int, int]] = []  # drafted and accepted of each step, in the order of commits
 
     def add(self, delta: GenerationDelta) -> None:
@@ -87,8 +86,8 @@ class AnswerRecorder:
             self._times.add(delta)
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
             self._steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
-        if delta.tally is not None:
-            add_drafts(self._total, delta.tally)
+        if delta.speculation is not None:
+            add_drafts(self._total, delta.speculation)
 
     def shape(self, num_draft_tokens: int) -> dict[str, Any]:
         """The answer's `metrics`, if it has any."""
@@ -98,7 +97,7 @@ class AnswerRecorder:
 
     def _drafts(self, num_draft_tokens: int) -> dict[str, Any]:
         """The object that AIPerf reads. k is what is drafted a round, or the most that was."""
-        k = max(num_draft_tokens, len(self._total.accepted_per_position))
+        k = max(num_draft_tokens, len(self._total.num_accepted_per_position))
         metrics = summary_of(self._total, k)
         if self._detailed:
             metrics.per_step_drafted = [drafted for drafted, _ in self._steps]

@@ -12,12 +12,14 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
+from outrider.gateway.request import Prepared
 from outrider.planner.policy import Round
 from outrider.rpc import telemetry as names
-from outrider.rpc.sampling_params import TokenOrigin
-from outrider.rpc.server_calls import ServerCall, as_outrider_error, end_attributes
+from outrider.rpc.server_calls import as_outrider_error, end_attributes
 from outrider.rpc.telemetry import context_from_traceparent, inject_traceparent
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, ServerCall
+from outrider.rpc.words.sampling_params import TokenOrigin
 
 Attribute = str | int | float | bool | tuple[str, ...]
 

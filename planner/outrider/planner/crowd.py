@@ -16,7 +16,7 @@ from outrider.planner.policy import Round
 from outrider.planner.simulate import Clock, OneWayLink
 from outrider.planner.virtual_services import DraftQuality, StepPolicy, Text, VirtualDraft, VirtualTarget
 from outrider.rpc.messages import Close, DraftInfo, ModelInfo, Open, TargetInfo, is_last
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 MODEL = ModelInfo("virtual", "", vocab_size=2, max_model_len=1 << 30, batch_invariant=True)
 ENDLESS = 1 << 20  # tokens of a stream that nobody ends

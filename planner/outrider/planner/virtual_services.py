@@ -22,7 +22,7 @@ from typing import Protocol
 from outrider.planner.estimates import Acceptance, StepTime
 from outrider.planner.simulate import Device, Timers
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, StepTimings
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 RIGHT = 0  # the target's own token, at every position
 MAX_ROWS = 512  # of a target's step

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from outrider.proposers.vocabulary_map import LexiconLike, Speller, Token, VocabularyMap
+from outrider.proposers.vocabulary_map import Speller, VocabularyMap
+from outrider.rpc.words.lexicon import Lexicon, Token
 
 MARK = b"\xff"  # in no text of UTF-8
 MARK_BYTES = 9  # with the id
@@ -46,7 +47,7 @@ class Written(NamedTuple):
 class Writer:
     """A vocabulary, and how its tokenizer writes a text."""
 
-    def __init__(self, lexicon: LexiconLike, encode: Encode) -> None:
+    def __init__(self, lexicon: Lexicon, encode: Encode) -> None:
         self.lexicon, self._encode = lexicon, encode
         self._speller = Speller.of(lexicon)
         self._says_all_bytes = all(bytes([byte]) in self._speller.ids_of for byte in range(256))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from outrider.proposers.base import TokenProposer
+from outrider.rpc.words.request import split_methods
 
 
 class NgramSettings(BaseModel):
@@ -198,11 +199,6 @@ def check_method(name: str, allow_code: bool) -> str:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"there is no method {name!r:.100}: {hint}allowed: {CHOICES}, or package.module.Class")
     return name
-
-
-def split_methods(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
 
 
 def list_problem(names: Sequence[str]) -> str:

@@ -5,13 +5,14 @@ above them (`frames`) is written once for all four directions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from outrider.rpc.field_codec import Codec, by_fields, each, unless
+from outrider.rpc.generation_codec import FINISH, POSITIONS
 from outrider.rpc.media import Media
 from outrider.rpc.messages import (
     Adapter,
@@ -28,79 +29,19 @@ from outrider.rpc.messages import (
     Load,
     ModelInfo,
     Open,
-    PositionLogprobs,
     PromptLogprobs,
-    Reasoning,
     Reloaded,
     StepTimings,
     TargetInfo,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import (
-    BASELINE,
-    AcceptanceRule,
-    FinishReason,
-    TokenOrigin,
-    decode_acceptance,
-    decode_default_sampling,
-    decode_sampling,
-    encode_sampling,
-)
+from outrider.rpc.sampling_codec import decode_acceptance, decode_default_sampling, decode_sampling, encode_sampling
 from outrider.rpc.status import make_status, parse_details
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import BASELINE, AcceptanceRule, TokenOrigin
+from outrider.rpc.words.structured import Reasoning
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
-
-M = TypeVar("M")
-P = TypeVar("P")
-
-
-@dataclass(frozen=True, slots=True)
-class Codec(Generic[M, P]):
-    """Both ways between a dataclass and its protobuf message, or between two forms of one field."""
-
-    encode: Callable[[M], P]
-    decode: Callable[[P], M]
-
-
-def by_fields(kind: type[M], proto: type[P], **others: Codec[Any, Any]) -> Codec[M, P]:
-    """The codec of a dataclass whose message has fields of the same names. Lists are tuples, and an optional number
-    that is absent is None; the fields in `others` have codecs of their own."""
-    names = [one.name for one in fields(kind) if one.init]  # type: ignore[arg-type]  # M is a dataclass
-    readers = [_reader(proto, name, others.get(name)) for name in names]
-
-    def encode(message: M) -> P:
-        values = {name: getattr(message, name) for name in names}  # protobuf leaves None out
-        for name, codec in others.items():
-            values[name] = codec.encode(values[name])
-        return proto(**values)
-
-    def decode(message: P) -> M:
-        return kind(*[read(message) for read in readers])
-
-    return Codec(encode, decode)
-
-
-def _reader(proto: type[Any], name: str, codec: Codec[Any, Any] | None) -> Callable[[Any], Any]:
-    get = attrgetter(name)
-    if codec is not None:
-        decode = codec.decode
-        return lambda message: decode(get(message))
-    if isinstance(get(proto()), MutableSequence):
-        return lambda message: tuple(get(message))
-    if proto.DESCRIPTOR.fields_by_name[name].has_presence:
-        return lambda message: get(message) if message.HasField(name) else None
-    return get
-
-
-def each(codec: Codec[M, P]) -> Codec[tuple[M, ...], Iterable[P]]:
-    """Of every entry of a list."""
-    return Codec(lambda values: map(codec.encode, values), lambda entries: tuple(map(codec.decode, entries)))
-
-
-def unless(default: M, codec: Codec[M, Any]) -> Codec[M, Any]:
-    """A field that is absent where it holds the default."""
-    return Codec(lambda value: None if value == default else codec.encode(value), codec.decode)
 
 
 def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
@@ -111,21 +52,6 @@ def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
 def _decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
     """One position's distribution. Fields of unequal length are kept: the verifier treats them as one-hot."""
     return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
-
-
-def encode_position_logprobs(position: PositionLogprobs) -> generation_pb2.PositionLogprobs:
-    """One position's candidates. Fields set one by one take a third of the time of a message built and copied."""
-    out = generation_pb2.PositionLogprobs()
-    add = out.candidates.add
-    for token, logprob, rank in position:
-        candidate = add()
-        candidate.id, candidate.logprob, candidate.rank = token, logprob, rank
-    return out
-
-
-def decode_position_logprobs(message: generation_pb2.PositionLogprobs) -> PositionLogprobs:
-    """One position's candidates."""
-    return tuple([TokenLogprob(entry.id, entry.logprob, entry.rank) for entry in message.candidates])
 
 
 def _encode_failure(message: Failure) -> pb.Failure:
@@ -178,8 +104,8 @@ def _decode_commit(message: pb.Commit) -> Commit:
         message.chain if message.HasField("chain") else None,
         message.num_drafted,
         message.num_accepted,
-        _POSITIONS.decode(message.logprobs) if message.logprobs else (),
-        _FINISH.decode(message.finish_reason),
+        POSITIONS.decode(message.logprobs) if message.logprobs else (),
+        FINISH.decode(message.finish_reason),
         message.stop_token_id if message.HasField("stop_token_id") else None,
         tuple(message.dropped) if message.dropped else (),
         timings,
@@ -214,20 +140,15 @@ def _as_it_came(codec: Codec[Any, Any]) -> Codec[Any, Any]:
 
 
 _ORIGINS = {int(origin): origin for origin in TokenOrigin}
-_POSITIONS = each(Codec(encode_position_logprobs, decode_position_logprobs))
 _OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
 _OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
 _REASONING_FIELDS = by_fields(Reasoning, pb.Reasoning)
 _REASONING: Codec[Reasoning | None, Any] = Codec(
-    lambda reasoning: None if reasoning is None else _REASONING_FIELDS.encode(reasoning),
-    lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None,
+    _REASONING_FIELDS.encode, lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None
 )
 _MEDIA: Codec[Media, pb.MediaInfo] = Codec(
     lambda media: pb.MediaInfo(mime_type=media.mime_type, num_bytes=len(media.data), sha256=media.digest),
     lambda info: Media(info.mime_type, b"", info.sha256),  # the bytes come in slices
-)
-_FINISH: Codec[FinishReason | None, int] = Codec(
-    lambda reason: int(reason or 0), lambda number: FinishReason(number) if number else None
 )
 _CAPABILITIES: Codec[tuple[str, ...], Iterable[str]] = Codec(tuple, lambda names: tuple(names) or BASELINE)
 _STEP_COST: Codec[tuple[int, int], target_pb2.StepCost] = Codec(
@@ -247,13 +168,13 @@ CLOSED = by_fields(Closed, pb.Closed)
 FAILURE = Codec(_encode_failure, _decode_failure)
 PIECE = _as_it_came(by_fields(DraftTokens, pb.Piece, weights=each(Codec(_encode_weights, _decode_weights))))
 CREDIT = Codec(_encode_credit, by_fields(Credit, pb.Credit).decode)
-PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=_POSITIONS)
+PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=POSITIONS)
 _COMMIT = by_fields(
     Commit,
     pb.Commit,
     origins=each(Codec(int, TokenOrigin)),
-    logprobs=_POSITIONS,
-    finish_reason=_FINISH,
+    logprobs=POSITIONS,
+    finish_reason=FINISH,
     timings=unless(StepTimings(), TIMINGS),
     load=unless(Load(), LOAD),
 )

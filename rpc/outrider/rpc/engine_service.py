@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import model_name
 from outrider.rpc.logs import setup_logging
-from outrider.rpc.messages import ModelInfo
-from outrider.rpc.sampling_params import SamplingParams, validate_sampling
+from outrider.rpc.messages import ModelInfo, validate_sampling
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.settings import ModelSettings, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.words.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.rpc.metrics import Metrics

@@ -8,21 +8,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
 from outrider.rpc.media import Media, check_media
-from outrider.rpc.sampling_params import (
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.request import DraftOptions
+from outrider.rpc.words.sampling_params import (
     CAPABILITIES,
     MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
     SamplingParams,
     TokenOrigin,
-    validate_sampling,
+    check_sampling,
 )
-from outrider.rpc.structured import Reasoning as Reasoning
-from outrider.rpc.structured import check_reasoning
+from outrider.rpc.words.structured import Reasoning as Reasoning
+from outrider.rpc.words.structured import check_reasoning
 
 
 def to_failure(sequence_id: int, error: OutriderError) -> Failure:
@@ -50,8 +52,9 @@ class TokenWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Starts a sequence. Slicing of long prompts is the codec's business; here the ids are whole."""
+class Open(DraftOptions):
+    """Starts a sequence, with what the request says to its draft. Slicing of long prompts is the codec's business; here
+    the ids are whole."""
 
     sequence_id: int
     prompt_ids: tuple[int, ...]
@@ -73,7 +76,6 @@ class Open:
     tokenizer_fingerprint: str = ""  # of the target, whose ids these are
     prediction: tuple[int, ...] = ()  # the caller's guess at the output; a draft's business
     methods: tuple[str, ...] = ()  # several that draft in turn, of which `method` is the first
-    draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
     reasoning: Reasoning | None = None
     plain: bool = False  # the target shall guess at nothing, either
     adapter: str = ""  # with which the sequence is computed; model_digest is then of both
@@ -155,17 +157,6 @@ class Credit:
     max_window: int
     patience_ms: int = 0
     max_branches: int = 0
-
-
-class TokenLogprob(NamedTuple):
-    """One candidate at one position; rank is 1-based. A tuple: a long prompt has hundreds of thousands of them."""
-
-    id: int
-    logprob: float
-    rank: int
-
-
-PositionLogprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most probable ones
 
 
 @dataclass(slots=True)
@@ -425,6 +416,18 @@ def check_prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: 
         found.ids(field, ids, vocab_size)
 
 
+def validate_sampling(
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    prefix: str = "sampling.",
+) -> None:
+    """Sampling parameters that stand alone. InvalidArgument names every field that is wrong."""
+    found = Violations()
+    check_sampling(found, params, vocab_size, max_model_len, prefix=prefix)
+    found.raise_if_any()
+
+
 def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
     """An Open, at a draft or target. A fork's prompt is its parent's, so its length is checked by the caller."""
     found = Violations("open.")
@@ -447,7 +450,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
     found.integer("first_chain", message.first_chain, 0, MAX_INT32)  # numbers that grow from it fit the field
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
-    found.number("draft_confidence", message.draft_confidence, 0, 1)
+    message.check_draft_options(found)
     for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint", "adapter"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     if found.length("methods", message.methods, MAX_METHODS):
@@ -457,7 +460,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
         check_reasoning(found, message.reasoning, vocab_size)
     if message.media:
         check_media(found, message.media)
-    validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
+    check_sampling(found, message.sampling, vocab_size, max_model_len, max_logprobs, "open.sampling.")
     found.raise_if_any()
 
 

@@ -16,8 +16,9 @@ from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs,
 from outrider.engine.sampler import SamplingRows, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import RowSampling
-from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
-from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.messages import PromptLogprobs, StepTimings
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams, TokenOrigin
 from outrider.target_service.scheduler import ScheduledSequence
 
 RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once

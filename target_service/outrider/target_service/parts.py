@@ -18,7 +18,7 @@ from outrider.engine.batch import PreparedAdapter
 from outrider.engine.token_tree import depths_of
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.structured import CONSTRAINTS
+from outrider.rpc.words.structured import CONSTRAINTS
 from outrider.target_service.adapters import AdapterTable, AdapterTurns, ServedAdapter
 from outrider.target_service.device_verifier import StepVerifier
 from outrider.target_service.goodput import Goodput

@@ -28,12 +28,12 @@ from outrider.rpc.messages import (
     Adapter,
     Credit,
     Open,
-    PositionLogprobs,
     TargetEvent,
     validate_length,
     validate_open,
 )
-from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, AcceptanceRule
 from outrider.target_service.adapters import NO_ADAPTER, ServedAdapter
 from outrider.target_service.draft_buffer import ChainBuffer
 

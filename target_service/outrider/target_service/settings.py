@@ -11,15 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
-from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
-from outrider.rpc.settings import (
-    CHECKPOINT,
-    Address,
-    ModelSettings,
-    ServerSettings,
-    VllmMetrics,
-    named_folders,
-)
+from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics, named_folders
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 # No engine but ours has them.
 OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")

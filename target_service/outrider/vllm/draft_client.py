@@ -36,11 +36,11 @@ from outrider.rpc.messages import (
     ModelInfo,
     Open,
 )
-from outrider.rpc.sampling_params import MIN_DIVISOR, AcceptanceRule, SamplingParams
 from outrider.rpc.security import ClientTls
 from outrider.rpc.settings import PeerSettings
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.words.sampling_params import MIN_DIVISOR, AcceptanceRule, SamplingParams
 from outrider.target_service.draft_buffer import ChainBuffer
 from outrider.vllm.draft_pool import DraftNews, DraftPool
 from outrider.vllm.rows import DraftedRow

@@ -18,13 +18,12 @@ from outrider.rpc.messages import (
     DraftTokens,
     Failure,
     Load,
-    PositionLogprobs,
     PromptLogprobs,
     StepTimings,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.vllm.source import StepReport
 
 BYTES = "latin-1"  # in which every byte is a character, and JSON has no other way

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.rpc.messages import Commit, Load, PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.messages import Commit, Load, PromptLogprobs, StepTimings
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.vllm.rows import DraftedRow
 
 # By the names of vLLM's own.

@@ -22,12 +22,12 @@ from outrider.engine.grammar.lark import GrammarError, first_line
 from outrider.engine.grammar.masks import ALL_BITS, clear_bit, num_words, set_bit
 from outrider.engine.grammar.source import (
     GrammarSpec,
-    ReasoningSpec,
     new_matcher,
     new_tokenizer,
     source_of,
 )
 from outrider.engine.grammar.trial import Trials
+from outrider.rpc.words.structured import Reasoning
 
 SLOW_S = 0.005  # of a processor's time
 MAX_CACHED = 128  # grammars, and as many that were refused
@@ -91,7 +91,7 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A constraint, shared by the sequences that have it."""
 
-    def __init__(self, compiler: GrammarCompiler, prototype: LLMatcher | None, reasoning: ReasoningSpec | None) -> None:
+    def __init__(self, compiler: GrammarCompiler, prototype: LLMatcher | None, reasoning: Reasoning | None) -> None:
         self.compiler = compiler
         self._prototype = prototype
         self._reasoning = reasoning
@@ -126,7 +126,7 @@ class _Place:
 class Matcher:
     """Follows one sequence. Used from one thread at a time."""
 
-    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher | None, reasoning: ReasoningSpec | None) -> None:
+    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher | None, reasoning: Reasoning | None) -> None:
         self._compiler = compiler
         self._matcher = matcher
         self._reasoning = reasoning
@@ -326,7 +326,7 @@ class Matcher:
             return None
         return replace(place, num_consumed=place.num_consumed + 1)
 
-    def _after_reasoning(self, place: _Place, token: int, reasoning: ReasoningSpec) -> _Place | None:
+    def _after_reasoning(self, place: _Place, token: int, reasoning: Reasoning) -> _Place | None:
         ends = reasoning.end_ids
         if self._matcher is not None and token in self._compiler.eos_ids:
             return None

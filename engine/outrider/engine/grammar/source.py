@@ -6,56 +6,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.engine.grammar.ebnf import is_ebnf, lark_of_ebnf
 from outrider.engine.grammar.lark import GrammarError, first_line, quoted, schema_object
 from outrider.engine.grammar.structural_tag import lark_of
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 
 MAX_BYTES = 256 * 1024  # of a constraint's text, all choices together
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 _TEXT_KINDS: tuple[Kind, ...] = ("json_schema", "regex", "grammar", "structural_tag")
-
-
-class ConstraintLike(Protocol):
-    """What is read of a request's structured output; one of them is set."""
-
-    @property
-    def json_schema(self) -> str | None: ...
-    @property
-    def regex(self) -> str | None: ...
-    @property
-    def grammar(self) -> str | None: ...
-    @property
-    def structural_tag(self) -> str | None: ...
-    @property
-    def choice(self) -> Sequence[str] | None: ...
-
-
-class ReasoningLike(Protocol):
-    """What is read of a request's reasoning."""
-
-    @property
-    def end_ids(self) -> tuple[int, ...]: ...
-    @property
-    def start_ids(self) -> tuple[int, ...]: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def open(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningSpec:
-    """Tokens that come before the constraint applies; the ids as in `Open.reasoning`."""
-
-    end_ids: tuple[int, ...]
-    start_ids: tuple[int, ...] = ()
-    max_tokens: int = 0  # after so many only end_ids may follow; 0: no bound
-    open: bool = False  # the prompt ends inside reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +28,21 @@ class GrammarSpec:
     kind: Kind | None
     text: str = ""
     choices: tuple[str, ...] = ()
-    reasoning: ReasoningSpec | None = None
+    reasoning: Reasoning | None = None
 
     @classmethod
-    def of(cls, constraint: ConstraintLike | None, reasoning: ReasoningLike | None) -> GrammarSpec | None:
+    def of(cls, constraint: StructuredOutput | None, reasoning: Reasoning | None) -> GrammarSpec | None:
         """What a request asks for; None where it asks for nothing."""
         if constraint is None and reasoning is None:
             return None
-        before = None
-        if reasoning is not None:
-            before = ReasoningSpec(reasoning.end_ids, reasoning.start_ids, reasoning.max_tokens, reasoning.open)
         if constraint is None:
-            return cls(None, reasoning=before)
+            return cls(None, reasoning=reasoning)
         if constraint.choice is not None:
-            return cls("choice", choices=tuple(constraint.choice), reasoning=before)
+            return cls("choice", choices=tuple(constraint.choice), reasoning=reasoning)
         for kind in _TEXT_KINDS:
             if (text := getattr(constraint, kind)) is not None:
-                return cls(kind, text, reasoning=before)
-        return cls("json_object", reasoning=before)
+                return cls(kind, text, reasoning=reasoning)
+        return cls("json_object", reasoning=reasoning)
 
 
 def limits() -> LLParserLimits:

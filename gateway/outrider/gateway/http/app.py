@@ -50,14 +50,13 @@ from outrider.gateway.http.serving import (
     CompletionResponseBuilder,
     endpoint,
     generate,
-    tally_shape,
+    stats_shape,
 )
 from outrider.gateway.http.shares import LOCAL, Shares, last_words
 from outrider.gateway.http.slow_clients import StallProtocol, probe_peers
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.methods import offered
-from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
@@ -73,9 +72,11 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.messages import Adapter
 from outrider.rpc.metrics import Series
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.security import ServerTls
 from outrider.rpc.settings import is_loopback
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 class ModelsEndpoint:
@@ -173,8 +174,8 @@ class _View:
             out.append(sse.event("start", self._start(delta)))
         if delta.round is not None:
             out.append(sse.event("round", {"tokens": self._tokens(delta), **self._times(delta.round)}))
-        if delta.finish_reason is not None and delta.tally is not None:
-            end = {"finish_reason": delta.finish_reason.name.lower(), **tally_shape(delta.tally)}
+        if delta.finish_reason is not None and delta.speculation is not None:
+            end = {"finish_reason": delta.finish_reason.name.lower(), **stats_shape(delta.speculation)}
             out.append(sse.event("end", end))
         return out
 

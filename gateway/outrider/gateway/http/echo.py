@@ -13,11 +13,12 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.protocol import EchoedPrompt, OpenAIRequest
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts, finite
-from outrider.gateway.request import GenerationDelta, GenerationRequest, encoded
+from outrider.gateway.request import encoded, num_long_chars
 from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, PositionLogprobs
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import FinishReason
 
 
 async def with_prompts(openai_request: OpenAIRequest, engine: GenerationEngine) -> OpenAIRequest:
@@ -37,7 +38,7 @@ async def _echoed(
     caller = CALLER.get()
     account = (request if caller is None else caller.own(request)).account
     try:
-        async with engine.text_turn(account, request.num_long_chars):
+        async with engine.text_turn(account, num_long_chars(request)):
             _, ids = await encoded(request, engine.tokenizer, longest)
     except OutriderError as error:
         raise renamed(error, names, longest) from error

@@ -22,6 +22,7 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -33,26 +34,29 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
-from outrider.gateway.media import MediaSource
-from outrider.gateway.request import TRUNCATION_SIDES, GenerationRequest, SpeculationOptions
-from outrider.gateway.text.chat import PICTURE, check_num_messages
-from outrider.gateway.text.json_values import ALLOWED, RepeatedKey, parse_json
-from outrider.gateway.text.reasoning import ReasoningOptions
+from outrider.gateway.request import TRUNCATION_SIDES
+from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, Violations, kind, quoted, shown
+from outrider.rpc.json_values import ALLOWED, RepeatedKey, parse_json
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_N
-from outrider.rpc.sampling_params import (
-    ALL_LOGPROBS,
-    DEFAULT_SAMPLING,
-    PARAMETERS,
-    AcceptanceRule,
-    SamplingParams,
-    StructuredOutput,
-    resolve_sampling,
+from outrider.rpc.sampling_codec import resolve_sampling
+from outrider.rpc.server_calls import HTTP_OK
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import (
+    PICTURE,
+    DraftOptions,
+    GenerationRequest,
+    MediaSource,
+    ReasoningOptions,
+    ServerCall,
+    SpeculationOptions,
+    draft_options,
 )
-from outrider.rpc.server_calls import HTTP_OK, ServerCall
+from outrider.rpc.words.sampling_params import DEFAULT_SAMPLING, PARAMETERS, AcceptanceRule, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 T = TypeVar("T")
 MAX_SHOWN = 100  # characters of a name that nobody knows
@@ -203,7 +207,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Speculation(Body):
+_ForDrafts: Any = create_model(
+    "_ForDrafts", __base__=Body, **{name: (Any, value) for name, value in draft_options(DraftOptions()).items()}
+)
+
+
+class Speculation(_ForDrafts):  # type: ignore[misc]  # whose fields are made of a table
     """How to draft: ours, so that a name that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -211,10 +220,9 @@ class Speculation(Body):
     enabled: bool = True
     num_draft_tokens: Any = None
     method: str = ""
-    methods: list[Any] = []
+    methods: Annotated[list[Any], Field(default_factory=list)]
     acceptance: Annotated[str, one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
     mode: str = ""
-    draft_confidence: Any = 0.0
 
     def options(self) -> SpeculationOptions:
         """The same as the gateway has it."""
@@ -738,7 +746,7 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
             max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,
             logprobs=num_logprobs,
         ),
-        max_tokens_given=max_tokens is not None,
+        unset=("max_tokens",) if max_tokens is None else (),
         tools=tuple(body.tools),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -782,7 +790,7 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
     common = replace(
         common,
         sampling=sampling,
-        max_tokens_given="max_tokens" in (body.model_extra or {}),
+        unset=() if "max_tokens" in (body.model_extra or {}) else ("max_tokens",),
     )
     prompts = _prompts(body.prompt, common)
     for name, is_given in (("prediction", body.prediction is not None), ("output_ids", bool(body.output_ids))):

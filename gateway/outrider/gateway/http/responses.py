@@ -19,11 +19,11 @@ from outrider.gateway.http.protocol import ChatBody, options_of, read_body
 from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
 from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate, recorder_of
 from outrider.gateway.http.token_texts import TokenTexts
-from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
+from outrider.gateway.request import SLOW_LOGPROBS, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
-from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.errors import InvalidArgument, OutriderError
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, ToolCallDelta
+from outrider.rpc.words.sampling_params import FinishReason
 
 Event = tuple[str, dict[str, Any]]  # its name, and what it says
 MAX_HELD = 64  # tokens whose text may still come

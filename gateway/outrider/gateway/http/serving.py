@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -34,12 +34,12 @@ from outrider.gateway.http.protocol import (
     read_body,
 )
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
-from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
+from outrider.gateway.request import SLOW_LOGPROBS, written
 from outrider.gateway.request_times import RequestTimes
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
-from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
-from outrider.planner.policy import SpeculationTally
+from outrider.gateway.text.tools.calls import join_calls
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats, ToolCallDelta
 
 
 def endpoint(
@@ -312,8 +312,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
 def finish_shape(delta: GenerationDelta) -> dict[str, Any]:
     """Why a completion ended; nulls while it goes on."""
     reason = None if delta.finish_reason is None else delta.finish_reason.name.lower()
-    stop = delta.stop_string if delta.stop_string is not None else delta.stop_token_id
-    return {"finish_reason": reason, "stop_reason": stop}
+    return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
 def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) -> dict[str, Any]:
@@ -323,30 +322,19 @@ def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) 
         out |= {} if delta.seed is None else {"seed": delta.seed}  # to be sent with `output_ids`
         out["token_ids"] = list(delta.token_ids)
         out["token_origins"] = [origin.name.lower() for origin in delta.origins]
-    if speculation and delta.tally is not None:
-        out["speculation"] = tally_shape(delta.tally) | {"acceptance": delta.acceptance.name.lower()}
+    if speculation and delta.speculation is not None:
+        out["speculation"] = stats_shape(delta.speculation)
     return out
 
 
-def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
+def stats_shape(stats: SpeculationStats) -> dict[str, Any]:
     """What the rounds of a completion came to."""
-    drafts, drafted = tally.num_drafts, tally.num_draft_tokens
     return {
-        "num_rounds": tally.num_rounds,
-        "num_drafts": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": tally.num_accepted_tokens,
-        "num_forced_tokens": tally.num_forced_tokens,
-        "num_accepted_forced_tokens": tally.num_accepted_forced_tokens,
-        "num_accepted_per_position": tally.accepted_per_position,
-        "num_tested_per_position": tally.tested_per_position,
-        "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
-        "mean_acceptance_length": 1 + tally.num_accepted_tokens / drafts if drafts else 1.0,
-        "overhead_us": tally.overhead_us,
-        "method": tally.method,
-        "mode": tally.mode,
-        "num_rounds_by_mode": tally.rounds_by_mode,
-        "by_method": {method: asdict(did) for method, did in tally.by_method.items()},
+        **{one.name: getattr(stats, one.name) for one in fields(SpeculationStats)},
+        "acceptance": stats.acceptance.name.lower(),
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "by_method": {method: asdict(did) for method, did in stats.by_method.items()},
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.messages import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -17,10 +17,10 @@ from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.http.shares import account_of, client_of
 from outrider.gateway.http.tokenize_apart import MEGABYTES, Work, apart
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread, require_fit
 from outrider.rpc.errors import OutriderError, Violations
+from outrider.rpc.words.request import GenerationRequest
 
 
 class TokenizeBody(Body):

@@ -40,10 +40,10 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
-from outrider.rpc.sampling_params import FRESH_SEED
 from outrider.rpc.security import ClientTls
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
+from outrider.rpc.words.sampling_params import FRESH_SEED
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)

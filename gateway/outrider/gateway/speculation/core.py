@@ -30,7 +30,7 @@ from outrider.rpc.messages import (
     TargetEvent,
     validate_piece,
 )
-from outrider.rpc.sampling_params import without_prompt_logprobs
+from outrider.rpc.words.sampling_params import without_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

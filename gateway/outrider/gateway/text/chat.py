@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.gateway.text.chat_template import ChatTemplate, ContinuedTemplate, TemplateRefusal, with_read_calls
 from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in
+from outrider.gateway.text.reasoning import template_variables
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
-from outrider.gateway.text.tools.use import decode_json, template_tools
+from outrider.gateway.text.tools.use import template_tools
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
+from outrider.rpc.words.request import PICTURE
 
 if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+    from outrider.rpc.words.request import GenerationRequest
 
 MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
 RENDER_S = 10.0  # that a conversation's template may take
@@ -30,7 +32,6 @@ BACK_MS = 1000  # when who waited in vain may come back
 MAX_VALUES_PER_TOKEN = 4  # of messages and variables: a message, which has some more, takes several tokens
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-PICTURE = {"type": "image"}  # a part of a content, in whose place a template writes the placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,8 @@ def _rendered(
 
     def written(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], mark: str = "") -> str:
         if request.reasoning is not None and writer.chat_template is not None:
-            variables = request.reasoning.variables(writer.chat_template.variables) | variables
+            known = writer.chat_template.variables
+            variables = template_variables(request.reasoning, known) | variables
         text = writer.render_chat(messages, request.add_generation_prompt, **variables)
         return text.replace(escaped(mark), mark) if mark else text
 
@@ -223,46 +225,10 @@ def _with_template(tokenizer: Tokenizer, request: GenerationRequest) -> Tokenize
     return tokenizer if template is tokenizer.chat_template else tokenizer.with_template(template)
 
 
-def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:
-    """The protocol's Chat as templates take it. InvalidArgument for parts that are none."""
-    return tuple(_decode_message(f"chat.messages[{place}]", message) for place, message in enumerate(chat.messages))
-
-
 def num_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
     """How many places for pictures they have."""
     contents = (message.get("content") for message in messages)
     return sum(part == PICTURE for content in contents if isinstance(content, list) for part in content)
-
-
-def _decode_message(where: str, message: Any) -> dict[str, Any]:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    further = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
-    further |= {"reasoning_content": message.reasoning}  # as templates call it
-    content = _decode_parts(where, message) if message.parts else message.content or (None if calls else "")
-    return {"role": message.role, "content": content, **{name: value for name, value in further.items() if value}}
-
-
-def _decode_parts(where: str, message: Any) -> list[dict[str, str]]:
-    if message.content:
-        raise InvalidArgument.of([Violation(f"{where}.parts", "is given beside content; allowed: one of them")])
-    parts = []
-    for place, part in enumerate(message.parts):
-        if part.WhichOneof("part") == "text":
-            parts.append({"type": "text", "text": part.text})
-        elif part.image:
-            parts.append(dict(PICTURE))
-        else:
-            problem = "sets neither text nor image; allowed: one of them"
-            raise InvalidArgument.of([Violation(f"{where}.parts[{place}]", problem)])
-    return parts
-
-
-def decode_variables(chat: Any) -> Any:
-    """The template's variables. InvalidArgument for what is no JSON."""
-    return decode_json("chat_template_kwargs", chat.chat_template_kwargs)
 
 
 def _variables(found: Violations, given: Any) -> dict[str, Any]:

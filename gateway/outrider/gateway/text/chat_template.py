@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from outrider.gateway.text.json_values import parse_json
+from outrider.rpc.json_values import parse_json
 
 
 class TemplateRefusal(Exception):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, Channels, channels_of
 from outrider.gateway.text.tokenizer import NUM_CONTEXT_IDS, TextDelta, TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, quoted
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+    from outrider.rpc.words.request import GenerationRequest
 
 AUTO, NONE = "auto", "none"
 # Start and end by the name of vLLM's parser, or the model's; the first whose tokens a tokenizer has are its own.
@@ -40,28 +41,23 @@ SWITCHES = ("enable_thinking", "thinking")  # templates' words for whether to re
 MAX_IDS_AFTER = 8  # of white space between a template's opening and the prompt's end
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningOptions:
-    """What a request says of reasoning."""
+def template_variables(options: ReasoningOptions, known: Collection[str]) -> dict[str, Any]:
+    """What a template that knows these names is told."""
+    told: dict[str, Any] = {"reasoning_effort": options.effort} if options.effort else {}
+    if options.effort == "none":
+        told |= dict.fromkeys(SWITCHES, False)
+    return {name: value for name, value in told.items() if name in known}
 
-    splits: bool | None = None  # its text is told apart; None: a conversation's is
-    max_tokens: int | None = None  # after so many it ends
-    effort: str = ""  # of EFFORTS, for a template that knows it; empty: the template's own
 
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """What a template that knows these names is told."""
-        told: dict[str, Any] = {"reasoning_effort": self.effort} if self.effort else {}
-        if self.effort == "none":
-            told |= dict.fromkeys(SWITCHES, False)
-        return {name: value for name, value in told.items() if name in known}
-
-    def check(self, found: Violations, markers: ReasoningMarkers | None, max_model_len: int) -> None:
-        """Adds what is wrong with it."""
-        if self.effort not in ("", *EFFORTS):
-            found.add("reasoning.effort", f"is {quoted(self.effort)}", ", ".join(EFFORTS))
-        most = self.max_tokens
-        if most is not None and found.integer("reasoning.max_tokens", most, 1, max_model_len) and markers is None:
-            found.add("reasoning.max_tokens", "is given, and no reasoning of this model is known", "leave it out")
+def check_reasoning(
+    found: Violations, options: ReasoningOptions, markers: ReasoningMarkers | None, max_model_len: int
+) -> None:
+    """Adds what is wrong with what a request says of reasoning."""
+    if options.effort not in ("", *EFFORTS):
+        found.add("reasoning.effort", f"is {quoted(options.effort)}", ", ".join(EFFORTS))
+    most = options.max_tokens
+    if most is not None and found.integer("reasoning.max_tokens", most, 1, max_model_len) and markers is None:
+        found.add("reasoning.max_tokens", "is given, and no reasoning of this model is known", "leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class ReasoningMarkers:
         token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for
         a bound that the target would not keep."""
         options = request.reasoning or ReasoningOptions()
-        splits = request.messages is not None if options.splits is None else options.splits
+        splits = request.messages is not None if options.split is None else options.split
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
         if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
@@ -120,12 +116,6 @@ class ReasoningPlan:
         """The text of a completion, or its two texts."""
         text = tokenizer, sampling, prompt_ids, output_ids
         return ReasoningStream(*text, self) if self.splits else TextStream(*text)
-
-
-def decode_reasoning(message: Any) -> ReasoningOptions:
-    """From the protocol's ReasoningParams."""
-    splits = message.split if message.HasField("split") else None
-    return ReasoningOptions(splits, message.max_tokens if message.HasField("max_tokens") else None, message.effort)
 
 
 def find_markers(tokenizer: Tokenizer, parser: str) -> ReasoningMarkers | None:

@@ -22,9 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
-from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, Violation
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import (
     TokenizerFile,
     complete_backend,
@@ -35,6 +33,8 @@ from outrider.rpc.vocabulary import (
     special_tokens,
     token_bytes,
 )
+from outrider.rpc.words.answer import ToolCallDelta
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
 LONG_TEXT = 16_384  # characters, or tokens; what is longer takes a thread of its own
 

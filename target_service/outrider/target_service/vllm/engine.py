@@ -43,8 +43,8 @@ from outrider.rpc.messages import (
     TargetEvent,
     to_failure,
 )
-from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Detach
+from outrider.rpc.words.sampling_params import FinishReason
 from outrider.target_service.adapters import AdapterTable, ServedAdapter
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep

@@ -17,7 +17,7 @@ from outrider.engine.grammar.structural_tag import lark_of
 from outrider.engine.grammar.trial import TrialFailed
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.grammars import untried
 
 FIELD = "sampling.structured_output"

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.rpc.errors import InvalidArgument, Violation
 from outrider.rpc.messages import Adapter, Open
-from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, lacking
+from outrider.rpc.words.sampling_params import BASELINE, AcceptanceRule, SamplingParams, lacking
 from outrider.target_service.sequence import TargetLimits, check_open
 from outrider.vllm.link import EXTRA
 

@@ -11,18 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.rpc.messages import (
-    Close,
-    Commit,
-    Credit,
-    Load,
-    Open,
-    PositionLogprobs,
-    PromptLogprobs,
-    StepTimings,
-    TokenLogprob,
-)
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.messages import Close, Commit, Credit, Load, Open, PromptLogprobs, StepTimings
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.vllm.adapters import VllmAdapters

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.rpc.words.answer import ToolCallDelta
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -16,18 +18,6 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]  # a JSON schema of an object
     strict: bool  # the arguments must satisfy it
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """What a delta adds to call `index` of a completion: id and name with its first part, then pieces of the JSON
-    text of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-    num_before: int = 0  # characters of the completion's text that come before it
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

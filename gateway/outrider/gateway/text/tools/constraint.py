@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.gateway.text.tools.calls import Tool
 from outrider.gateway.text.tools.formats import Layout, ToolFormat, is_text
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 MAX_CALLS = 32  # of a constrained completion
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.gateway.text.tokenizer import held_back
-from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
+from outrider.gateway.text.tools.calls import join_calls
+from outrider.rpc.words.answer import ToolCallDelta
 
 MAX_CALLS = 128  # of a completion; further ones are text
 MAX_HEAD_CHARS = 16 * 1024  # of a call before it is told

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.tokenizer import TextDelta, Tokenizer
 from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
 from outrider.gateway.text.tools.constraint import ANSWERS, calls_grammar
 from outrider.gateway.text.tools.formats import AUTO, FORMATS, ToolFormat, detect
 from outrider.gateway.text.tools.parser import NAME, ToolParser
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, quoted, shown
-from outrider.rpc.sampling_params import FinishReason, SamplingParams, StructuredOutput
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest, Prepared
+    from outrider.gateway.request import Prepared
+    from outrider.rpc.words.request import GenerationRequest
 
 MAX_TOOLS = 128
 MAX_CHARS = 256 * 1024  # of all tools, as JSON
@@ -196,24 +197,6 @@ def _without_strict(tool: Any) -> Any:
     if not isinstance(function, Mapping):
         return tool
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
-
-
-def decode_tools(texts: Sequence[str]) -> tuple[Any, ...]:
-    """Tools from their JSON texts. InvalidArgument names the one that is none."""
-    return tuple(decode_json(f"tools[{index}]", text) for index, text in enumerate(texts))
-
-
-def decode_choice(text: str) -> Any:
-    """A tool_choice from its text, which is JSON where it is an object."""
-    return decode_json("tool_choice", text) if text.startswith("{") else text or None
-
-
-def decode_json(field: str, text: str) -> Any:
-    """The JSON of a field. InvalidArgument names it."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        raise InvalidArgument.of([Violation(field, f"is no JSON; allowed: {ALLOWED}")]) from None
 
 
 def _read_tools(found: Violations, given: Any) -> list[Tool]:

@@ -1,21 +1,31 @@
 """How tokens are chosen: the sampling parameters of one request, with vLLM's names and meanings.
 
 SamplingParams is one table. A row says a parameter's type and default, what it may be (`Check`), how far it travels
-(`Reach`) and whether HTTP has it; validation, protobuf codec, HTTP's reading and the list of capabilities follow. Who
-adds a parameter adds it to common.proto, to this table, and to what computes with it."""
+(`Reach`) and whether HTTP has it; validation, protobuf codec (`sampling_codec`), HTTP's reading and the list of
+capabilities follow. Who adds a parameter adds it to generation.proto, to this table, and to what computes with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Annotated, Any, Self, get_type_hints
 
-from outrider.rpc.errors import InvalidArgument, Violation, Violations, shown
-from outrider.rpc.structured import REASONING, TEXT_KINDS, Reasoning, decode_structured_output
-from outrider.rpc.structured import StructuredOutput as StructuredOutput
-from outrider.rpc.structured import encode_structured_output as encode_structured_output
-from outrider.v1 import generation_pb2 as pb
+from outrider.rpc.words.checks import (
+    Check,
+    Checks,
+    Limits,
+    biases,
+    check_flag,
+    check_logprobs,
+    id_lists,
+    integer,
+    number,
+    texts,
+    token_ids,
+)
+from outrider.rpc.words.structured import REASONING, TEXT_KINDS, Reasoning
+from outrider.rpc.words.structured import StructuredOutput as StructuredOutput
 
 
 class AcceptanceRule(IntEnum):
@@ -73,96 +83,7 @@ class LogprobsMode(Enum):
     PROCESSED_LOGITS = "processed_logits"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds parameters beside the table: the model, a service's flag, and the request's own max_tokens."""
-
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int  # ALL_LOGPROBS: as many as the vocabulary has ids
-    max_tokens: int
-
-
-Check = Callable[
-    [Violations, str, Any, Limits], object
-]  # adds what is wrong with a value, whatever its type, to a list
-
-
-def number(low: float, high: float, words: str = "", *, zero: bool = False) -> Check:
-    """A finite number in a closed range, which `words` say; `zero`: or 0."""
-    return lambda found, name, value, limits: found.number(name, value, low, high, zero=zero, say=words)
-
-
-def integer(low: int, high: int | Callable[[Limits], int], also: int | None = None) -> Check:
-    """A whole number in a closed range, or `also`."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        found.integer(name, value, low, high if isinstance(high, int) else high(limits), also)
-
-    return check
-
-
-def check_logprobs(found: Violations, name: str, value: Any, limits: Limits) -> None:
-    """Of how many tokens a position: as many as the service's flag allows."""
-    if limits.max_logprobs == ALL_LOGPROBS:
-        found.integer(name, value, 0, limits.vocab_size, also=ALL_LOGPROBS)
-    else:
-        found.integer(name, value, 0, limits.max_logprobs)
-
-
-def check_flag(found: Violations, name: str, value: Any, limits: Limits) -> None:
-    """True or false."""
-    found.flag(name, value)
-
-
-def token_ids(most: int | None = None) -> Check:
-    """So many token ids; None: as many as the vocabulary has."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        if found.length(name, value, limits.vocab_size if most is None else most):
-            found.ids(name, value, limits.vocab_size)
-
-    return check
-
-
-def id_lists(most: int, longest: int) -> Check:
-    """So many lists of token ids, none of them empty or longer."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        if found.length(name, value, most):
-            for index, ids in enumerate(value):
-                if not 1 <= len(ids) <= longest:
-                    found.add(f"{name}[{index}]", f"has {len(ids)} entries", f"1 to {longest}")
-                found.ids(f"{name}[{index}]", ids, limits.vocab_size)
-
-    return check
-
-
-def texts(most: int, longest: int) -> Check:
-    """So many texts, none of them empty or of more characters."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        if found.length(name, value, most):
-            for index, text in enumerate(value):
-                found.text(f"{name}[{index}]", text, longest, empty=False)
-
-    return check
-
-
-def biases(most: int, bound: float) -> Check:
-    """So many numbers by token id, from -bound to bound; the first that is none is named."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        if found.length(name, value, most):
-            found.id_keys(name, value, limits.vocab_size)
-            for token, bias in value.items():
-                if not found.number(f"{name}[{shown(token)}]", bias, -bound, bound):
-                    break
-
-    return check
-
-
-def check_mode(found: Violations, name: str, value: Any, limits: Limits) -> None:
+def check_mode(found: Checks, name: str, value: Any, limits: Limits) -> None:
     """A LogprobsMode."""
     if not isinstance(value, LogprobsMode):
         found.add(name, "is unknown", ", ".join(mode.value for mode in LogprobsMode))
@@ -171,7 +92,7 @@ def check_mode(found: Violations, name: str, value: Any, limits: Limits) -> None
 def constraint(longest: int, most_choices: int) -> Check:
     """A StructuredOutput with one constraint, neither empty nor of more characters or choices."""
 
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+    def check(found: Checks, name: str, value: Any, limits: Limits) -> None:
         given = sum(getattr(value, kind) is not None for kind in (*TEXT_KINDS, "choice")) + bool(value.json_object)
         if given != 1:
             found.add(name, f"sets {given} constraints", "exactly one")
@@ -208,7 +129,6 @@ class Parameter:
 
 MAX_LOGPROBS = 20  # of a position, where no flag says another number
 MAX_SCORED_ROWS = 1 << 16  # of a prompt, for which single ids are listed
-ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
 _FIRST, _KNOWN, _GATEWAY = Reach.FIRST, Reach.KNOWN, Reach.GATEWAY
@@ -292,10 +212,6 @@ CAPABILITIES = (*BASELINE, "acceptance.block", *_NEWER)  # what our own services
 FRESH_SEED = "fresh_seed"  # the capability of a draft that recalls nothing for a seed that may have come before
 RECOMMENDED = tuple(name for name, row in PARAMETERS.items() if row.recommended)
 _OPTIONAL = {name for name in PARAMETERS if getattr(DEFAULT_SAMPLING, name) is None}
-_ID_LISTS = ("bad_words_ids", "prompt_logprob_token_ids")
-_LISTS = {name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), tuple)}
-# What is the model's where a request leaves it out. Lists, maps and constraints cannot be absent, only empty.
-_INHERITED = {one.name for one in pb.SamplingParams.DESCRIPTOR.fields if one.has_presence and one.message_type is None}
 
 
 def lacking(
@@ -314,16 +230,16 @@ def lacking(
     return [name for name in needed if name not in capabilities]
 
 
-def validate_sampling(
+def check_sampling(
+    found: Checks,
     params: SamplingParams,
     vocab_size: int,
     max_model_len: int,
-    prefix: str = "sampling.",
-    found: Violations | None = None,
     max_logprobs: int = MAX_LOGPROBS,
+    prefix: str = "sampling.",
 ) -> None:
-    """Every parameter. With `found` the violations go there, and nothing is raised."""
-    here, most = Violations(prefix), params.max_tokens
+    """Every parameter; what is wrong is added to `found`, as of fields with this prefix."""
+    here, most = Checks(prefix), params.max_tokens
     most = most if isinstance(most, int) and 1 <= most <= max_model_len else max_model_len
     limits = Limits(vocab_size, max_model_len, max_logprobs, most)
     for name, row in PARAMETERS.items():
@@ -336,13 +252,7 @@ def validate_sampling(
         here.add("logprob_token_ids", "is given without logprobs", "only with logprobs")
     if params.prompt_logprob_token_ids and params.prompt_logprobs is None:
         here.add("prompt_logprob_token_ids", "is given without prompt_logprobs", "only with prompt_logprobs")
-    here.hand_over(found)
-
-
-def resolve_sampling(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """The parameters of a request that gives some of them; others are the model's, where they can be absent."""
-    inherited = {name: getattr(defaults, name) for name in _INHERITED - given.keys()}
-    return SamplingParams(**{**inherited, **given})
+    found.add_all(here)
 
 
 def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
@@ -354,73 +264,3 @@ def sampling_for_peers(params: SamplingParams) -> SamplingParams:
     """Without what ends at the gateway."""
     ends = [name for name, row in PARAMETERS.items() if row.reach is Reach.GATEWAY]
     return replace(params, **{name: getattr(DEFAULT_SAMPLING, name) for name in ends})
-
-
-_MODES = {
-    0: LogprobsMode.RAW_LOGPROBS,
-    1: LogprobsMode.RAW_LOGPROBS,
-    2: LogprobsMode.RAW_LOGITS,
-    3: LogprobsMode.PROCESSED_LOGPROBS,
-    4: LogprobsMode.PROCESSED_LOGITS,
-}
-_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}  # the last wins: raw log probabilities are 1
-
-
-def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
-    """Every field, with optional ones written even at their default: the receiver resolves nothing."""
-    values: dict[str, Any] = {name: getattr(params, name) for name in PARAMETERS}  # protobuf leaves None out
-    for name in _ID_LISTS:
-        values[name] = [pb.TokenIds(ids=ids) for ids in getattr(params, name)]
-    values["logprobs_mode"] = encode_logprobs_mode(params.logprobs_mode)
-    if params.structured_output is not None:
-        values["structured_output"] = encode_structured_output(params.structured_output)
-    return pb.SamplingParams(**values)
-
-
-def decode_sampling(
-    message: pb.SamplingParams, defaults: SamplingParams = DEFAULT_SAMPLING, prefix: str = "sampling."
-) -> SamplingParams:
-    """The parameters of a request, absent ones taken from `defaults` (the model's generation config). InvalidArgument
-    for a mode that only a newer peer knows; `prefix` stands before its field."""
-    if message.logprobs_mode not in _MODES:
-        raise _unknown(f"{prefix}logprobs_mode", message.logprobs_mode, len(_MODES) - 1)
-    given: dict[str, Any] = {
-        name: tuple(getattr(message, name)) if name in _LISTS else getattr(message, name)
-        for name in PARAMETERS
-        if name not in _INHERITED or message.HasField(name)
-    }
-    structured = message.structured_output if message.HasField("structured_output") else None
-    given |= {
-        "logit_bias": dict(message.logit_bias),
-        **{name: tuple(tuple(entry.ids) for entry in getattr(message, name)) for name in _ID_LISTS},
-        "logprobs_mode": _MODES[message.logprobs_mode],
-        "structured_output": None if structured is None else decode_structured_output(structured),
-    }
-    return resolve_sampling(given, defaults)
-
-
-def encode_logprobs_mode(mode: LogprobsMode) -> int:
-    """The protocol's number of a mode."""
-    return _MODE_NUMBERS[mode]
-
-
-def decode_default_sampling(message: pb.SamplingParams) -> SamplingParams:
-    """The parameters in a peer's description: a mode that only a newer peer knows reads as unspecified."""
-    if message.logprobs_mode not in _MODES:
-        known = pb.SamplingParams()
-        known.CopyFrom(message)
-        known.ClearField("logprobs_mode")
-        message = known
-    return decode_sampling(message)
-
-
-def decode_acceptance(number: int, field: str) -> AcceptanceRule:
-    """The rule of a request. InvalidArgument, which names the field, for one that only a newer peer knows."""
-    if number not in set(AcceptanceRule):
-        raise _unknown(field, number, max(AcceptanceRule))
-    return AcceptanceRule(number)
-
-
-def _unknown(field: str, number: int, highest: int) -> InvalidArgument:
-    problem = f"is {number}, which this version does not know; allowed: 0 to {highest}"
-    return InvalidArgument.of([Violation(field, problem)])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.rpc.errors import Violations
-from outrider.v1 import generation_pb2 as pb
+from outrider.rpc.words.checks import Checks
 
 TEXT_KINDS = ("json_schema", "regex", "grammar", "structural_tag")
 MAX_REASONING_IDS = 32  # that begin it, or end it
@@ -43,7 +42,7 @@ class Reasoning:
     open: bool = False  # the prompt ends inside it
 
 
-def check_reasoning(found: Violations, reasoning: Reasoning, vocab_size: int) -> None:
+def check_reasoning(found: Checks, reasoning: Reasoning, vocab_size: int) -> None:
     """The ids that bound reasoning, and how long it may be."""
     for name, least in (("end_ids", 1), ("start_ids", 0)):
         ids = getattr(reasoning, name)
@@ -51,29 +50,3 @@ def check_reasoning(found: Violations, reasoning: Reasoning, vocab_size: int) ->
             found.add(f"reasoning.{name}", f"has {len(ids)} entries", f"{least} to {MAX_REASONING_IDS}")
         found.ids(f"reasoning.{name}", ids, vocab_size)
     found.integer("reasoning.max_tokens", reasoning.max_tokens, 0, MAX_REASONING_TOKENS)
-
-
-def encode_structured_output(structured: StructuredOutput) -> pb.StructuredOutput:
-    """The one field that is set."""
-    out = pb.StructuredOutput()
-    if structured.choice is not None:
-        out.choice.values.extend(structured.choice)
-        out.choice.SetInParent()  # an empty list is still a constraint (and refused by the validator)
-    elif structured.json_object:
-        out.json_object = True
-    else:
-        for name in TEXT_KINDS:
-            value = getattr(structured, name)
-            if value is not None:
-                setattr(out, name, value)
-    return out
-
-
-def decode_structured_output(message: pb.StructuredOutput) -> StructuredOutput:
-    """The constraint; all fields empty if none was set, which the validator refuses."""
-    kind = message.WhichOneof("constraint")
-    if kind is None:
-        return StructuredOutput()
-    if kind == "choice":
-        return StructuredOutput(choice=tuple(message.choice.values))
-    return StructuredOutput(**{kind: getattr(message, kind)})
