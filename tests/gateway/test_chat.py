@@ -19,7 +19,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest, encoded
+from outrider.gateway.prepare import encoded
+from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text import chat
 from outrider.gateway.text.chat import chat_text
 from outrider.gateway.text.chat_template import ChatTemplate

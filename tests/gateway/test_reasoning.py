@@ -17,7 +17,6 @@ from support.gateways import serving as grpc_serving
 from support.metrics import scraped
 
 from outrider.client import Client, Part
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import (
     AUTO,
@@ -72,8 +71,7 @@ def test_the_markers_are_one_token_each_and_found() -> None:
 )  # fmt: skip
 def test_what_the_prompt_has_opened(text: str, is_open: bool) -> None:
     """Only at its end: a marker that a user wrote is no opening."""
-    request = GenerationRequest(messages=tuple(MESSAGES))
-    planned = OURS.plan(request, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
+    planned = OURS.plan(None, True, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
     assert planned.open is is_open and planned.message is None and planned.splits
 
 
@@ -183,7 +181,7 @@ async def test_over_http_whole_and_streamed(opens: bool) -> None:
             for name, text in (("reasoning_content", "the fox"), ("reasoning", "the fox"), ("content", "the lazy dog")):
                 assert "".join(delta.get(name) or "" for delta in deltas) == text
         assert chunks[-1]["usage"] == answer["usage"]
-        metrics = scraped(served.engine.metrics)
+        metrics = scraped(served.metrics)
         assert metrics["reasoning_tokens_total", ()] == 4 * count < metrics["generation_tokens_total", ()]
 
 

@@ -130,7 +130,7 @@ def _decode_media(message: pb.Media) -> MediaSource:
 
 
 def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
-    """One response."""
+    """A delta as a response of the protocol."""
     out = pb.GenerateResponse(
         request_id=delta.request_id,
         index=delta.index,
