@@ -18,7 +18,8 @@ from support.models import save_tiny
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method, load_methods
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
+from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.model_runner import RunnerOptions

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from support.models import train_byte_level
 
-from outrider.engine import grammar_queue
-from outrider.engine.grammar import GrammarError
 from outrider.engine.grammar import queue as grammar_queue
 from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.engine.grammar.lark import GrammarError

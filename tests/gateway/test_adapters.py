@@ -322,7 +322,7 @@ async def test_a_draft_is_judged_for_each_adapter_by_itself() -> None:
     for adapter in ("", "sql"):  # the draft knows the model's rule alone
         for _ in range(3):
             await answer(engine, asking(60, adapter=adapter))
-    known = engine._known
+    known = engine.learned
     assert known is not None
     base, own = known.of(())[0], known.of((), adapter="a1")[0]
     assert base.acceptance.at(0) > SharedStats(VerifyCosts()).acceptance.at(0) > own.acceptance.at(0)
@@ -345,7 +345,7 @@ async def test_metrics_tell_how_often_drafts_hold_for_an_adapter() -> None:
     async with gateway(toy("a1"), ToyDraft(rule=sql, wrong_every=4)) as served:
         parts = await ask(served, adapter="sql", num_draft_tokens=3)
         await ask(served)
-        text = served.engine.metrics.render("")[0].decode()
+        text = served.metrics.render("")[0].decode()
     stats = parts[-1].speculation
     for name, number in (
         ("rounds", stats.num_rounds),

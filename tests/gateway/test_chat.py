@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import encoded
+from outrider.gateway.prepare import encoded
 from outrider.gateway.text import chat
 from outrider.gateway.text.chat import chat_text
 from outrider.gateway.text.chat_template import ChatTemplate

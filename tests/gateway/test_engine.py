@@ -259,8 +259,8 @@ async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, mon
     deltas = (await run(engine, ask(max_tokens=60)))[0]
     assert ids_of(deltas) == expected(PROMPT, 60)
     windows = {message.max_window for message in target.links[0].sent if isinstance(message, Credit)}
-    assert windows >= {0, 3} and engine._known is not None
-    stats, _ = engine._known.by_methods["eagle3",]
+    assert windows >= {0, 3} and engine.learned is not None
+    stats, _ = engine.learned.by_methods["eagle3",]
     assert stats.draft_pass.or_else(0) == 50
     assert Forecast(stats, False, stats.acceptance, stats.hits, lambda: 9e9, lambda: 1).away_us == 0
 
@@ -296,12 +296,12 @@ async def test_requests_of_different_methods_learn_apart(tokenizer: Tokenizer) -
     )
     for named in ("", "ngram", "ngram,draft_model"):
         await run(engine, ask(speculation=SpeculationOptions(method=named)))
-    assert engine._known is not None
-    known = engine._known.by_methods
+    assert engine.learned is not None
+    known = engine.learned.by_methods
     assert list(known) == [(), ("ngram",), ("ngram", "draft_model")]
     assert len({id(stats) for stats, _ in known.values()}) == len({id(trials) for _, trials in known.values()}) == 3
-    assert {id(stats.costs) for stats, _ in known.values()} == {id(engine._known.costs)}
-    assert engine._known.stats is known[()][0]
+    assert {id(stats.costs) for stats, _ in known.values()} == {id(engine.learned.costs)}
+    assert engine.learned.stats is known[()][0]
 
 
 async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:

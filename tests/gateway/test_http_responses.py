@@ -15,7 +15,7 @@ from support.fakes import EOS, ToyDraft, ToyTarget, scripted, target_info
 from support.gateways import Gateway, gateway, thinking_tokenizer, toy_tokenizer
 from support.tools import tool_tokenizer, writes
 
-from outrider.gateway.http.responses import ResponseBuilder
+from outrider.gateway.http.responses import GrowingResponse
 from outrider.gateway.http.responses_input import messages_of, read_responses
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.gateway.text.tools.formats import FORMATS
@@ -217,7 +217,7 @@ async def test_text_after_a_call_in_one_commit_comes_after_it(text: str, items: 
         for cuts in [(), *combinations(range(1, len(ids)), 1), *combinations(range(1, len(ids), 3), 2)]:
             stream = TextStream(tokenizer, SamplingParams(), [])
             tools = ToolStream(stream, FORMATS["hermes"].parser("call_{}".format, {"add": {}}))
-            built = ResponseBuilder(served.engine, asked)
+            built = GrowingResponse(served.engine, asked)
             for start, end in pairwise((0, *cuts, len(ids))):
                 cut = tools.push(ids[start:end], FinishReason.LENGTH if end == len(ids) else None)
                 built.add(GenerationDelta("r", 0, cut.text, cut.tool_calls, finish_reason=cut.finish_reason))

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from starlette.responses import JSONResponse
-from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted, target_info, with_adapters
+from support.fakes import EOS, ToyDraft, ToyTarget, expected, request, scripted, target_info, with_adapters
 from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
 
 from outrider.client import Client
-from outrider.gateway import request, servicer
+from outrider.gateway import servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse

@@ -31,8 +31,9 @@ from support.gateways import (
 from support.metrics import samples_of
 
 from outrider.client import Client
-from outrider.gateway.__main__ import GatewaySettings, main
+from outrider.gateway.__main__ import main
 from outrider.gateway.servicer import SERVICE_NAME
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.settings import SettingsError, load_settings

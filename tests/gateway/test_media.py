@@ -16,13 +16,13 @@ from support.gateways import PROMPT, gateway
 from support.pictures import FORMATS, bomb, data_url, media, part, picture, seeing, seeing_tokenizer
 
 from outrider.client import Client
-from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.media import MediaLimits, load_media
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key
 from outrider.gateway.servicer import decode_request
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import MAX_MESSAGE_BYTES

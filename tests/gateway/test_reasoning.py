@@ -29,7 +29,7 @@ from outrider.gateway.text.reasoning import (
 )
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
-from outrider.rpc.words.request import GenerationRequest, ReasoningOptions
+from outrider.rpc.words.request import ReasoningOptions
 from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
 from outrider.rpc.words.structured import REASONING, Reasoning
 
@@ -72,8 +72,7 @@ def test_the_markers_are_one_token_each_and_found() -> None:
 )  # fmt: skip
 def test_what_the_prompt_has_opened(text: str, is_open: bool) -> None:
     """Only at its end: a marker that a user wrote is no opening."""
-    request = GenerationRequest(messages=tuple(MESSAGES))
-    planned = OURS.plan(request, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
+    planned = OURS.plan(None, True, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
     assert planned.open is is_open and planned.message is None and planned.splits
 
 
@@ -183,7 +182,7 @@ async def test_over_http_whole_and_streamed(opens: bool) -> None:
             for name, text in (("reasoning_content", "the fox"), ("reasoning", "the fox"), ("content", "the lazy dog")):
                 assert "".join(delta.get(name) or "" for delta in deltas) == text
         assert chunks[-1]["usage"] == answer["usage"]
-        metrics = scraped(served.engine.metrics)
+        metrics = scraped(served.metrics)
         assert metrics["reasoning_tokens_total", ()] == 4 * count < metrics["generation_tokens_total", ()]
 
 

@@ -10,7 +10,7 @@ from support.fakes import VOCAB as TOY_VOCAB
 from support.fakes import draft_info, target_info
 from support.gateways import toy_tokenizer
 
-from outrider.gateway.request import MAX_PROMPT_LOGPROBS, check_request, prepare
+from outrider.gateway.prepare import MAX_PROMPT_LOGPROBS, Served, check_request, prepare
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
 from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod, validate_sampling
@@ -79,7 +79,8 @@ async def test_the_log_probabilities_of_a_prompt_are_bounded(count: int, of_each
 
     async def asked(prompt_len: int, call: ServerCall | None = CALL) -> int:
         request = GenerationRequest(token_ids=(7,) * prompt_len, sampling=sampling, call=call)
-        return len((await prepare(request, toy_tokenizer(), target, None, 0, max_logprobs=ALL_LOGPROBS)).prompt_ids)
+        served = Served(toy_tokenizer(), target, None, 0, max_logprobs=ALL_LOGPROBS)
+        return len((await prepare(request, served)).prompt_ids)
 
     assert await asked(most) == most and await asked(most + 1, None) == most + 1
     with pytest.raises(InvalidArgument) as refused:
@@ -113,16 +114,16 @@ async def test_a_seed_of_its_callers_is_coupled_where_earlier_answers_are_drafte
         token_ids=(7,), sampling=SamplingParams(seed=seed), speculation=SpeculationOptions(**asked)
     )
     draft = replace(draft_info(), methods=(SUFFIX, MODEL, DraftMethod("prediction")))
-    prepared = await prepare(request, toy_tokenizer(), target_info(), draft, 4)
+    prepared = await prepare(request, Served(toy_tokenizer(), target_info(), draft, 4))
     opened = prepared.open(0, 0, "")
     assert prepared.acceptance is opened.acceptance is rule
     assert opened.fresh_seed is (seed is None) and opened.may_recall is (opened.fresh_seed or rule is COUPLED)
     lacks = replace(target_info(), capabilities=("acceptance.rejection",))
     if rule is not REJECTION:
-        assert (await prepare(request, toy_tokenizer(), lacks, draft, 4)).acceptance is REJECTION
+        assert (await prepare(request, Served(toy_tokenizer(), lacks, draft, 4))).acceptance is REJECTION
 
 
 async def test_a_prediction_without_a_draft_is_coupled_by_its_callers_seed() -> None:
     for seed, rule in ((7, COUPLED), (None, BLOCK)):
         request = GenerationRequest(token_ids=(7,), prediction=(8, 9), sampling=SamplingParams(seed=seed))
-        assert (await prepare(request, toy_tokenizer(), target_info(), None, 0)).acceptance is rule
+        assert (await prepare(request, Served(toy_tokenizer(), target_info(), None, 0))).acceptance is rule

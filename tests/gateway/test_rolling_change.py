@@ -36,8 +36,8 @@ from support.models import train_byte_level
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
-from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.request_metrics import measure
 from outrider.gateway.servicer import encode_delta
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
@@ -285,13 +285,13 @@ async def held(rounds: AsyncGenerator[Any, None]) -> Round:
 
 async def learned(engine: GenerationEngine, digest: str) -> None:
     """What is learned of a pair is no other pair's."""
-    known = engine._known
+    known = engine.learned
     asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=30))
     for _ in range(2):
         async for _ in engine.generate(asked):
             pass
-        assert engine._known is not None and engine._known is not known and engine._known.pair[1] == digest
-    assert engine._known.stats.acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
+        assert engine.learned is not None and engine.learned is not known and engine.learned.pair[1] == digest
+    assert engine.learned.stats.acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
 
 
 async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tmp_path: Path) -> None:
@@ -405,7 +405,8 @@ async def test_failover_to_other_arithmetic_is_marked(second: dict[str, Any], ne
 
 async def test_near_ties_are_told_and_counted() -> None:
     target = ToyTarget(info=target_info(**EXACT))
-    engine = MeteredEngine(toy_tokenizer(), target)
+    engine = GenerationEngine(toy_tokenizer(), target)
+    metrics = measure(engine)
     sampling = SamplingParams(temperature=0.0, max_tokens=20)
     deltas = []
     async for delta in engine.generate(GenerationRequest(token_ids=PROMPT, sampling=sampling)):
@@ -417,7 +418,7 @@ async def test_near_ties_are_told_and_counted() -> None:
     marks = [delta.near_ties for delta in deltas]
     assert not any(marks[:3]) and marks[-1] and marks == sorted(marks)
     assert [delta.model_digest for delta in deltas if delta.model_digest] == ["d1"]
-    text = engine.metrics.render("")[0].decode()
+    text = metrics.render("")[0].decode()
     assert 'outrider_target_failovers_total{output="near_ties"} 1.0' in text
     assert encode_delta(deltas[-1]).near_ties and not encode_delta(deltas[0]).near_ties
     assert extension_shape(join(deltas), False, False) == {"near_ties": True}

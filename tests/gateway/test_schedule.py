@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from support.fakes import ToyDraft, ToyTarget, expected
 
-from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.planner.policy import Policy, Round

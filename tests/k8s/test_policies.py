@@ -16,7 +16,7 @@ from support.manifests import KUBERNETES, LEADER, OVERLAYS, Manifest, Overlay, W
 from support.metrics import sample_names
 
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.settings import ServerSettings, load_settings
 from outrider.target_service.settings import TargetSettings
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2

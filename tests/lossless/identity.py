@@ -26,7 +26,7 @@ from support.fakes import until
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
-from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
+from outrider.draft_service.observer import DraftEngineCommand as DraftCommand
 from outrider.draft_service.sequence import Sink
 from outrider.draft_service.servicer import DraftServicer
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager

@@ -25,7 +25,7 @@ from outrider.kernels.sampling.reference import draft_sample
 from outrider.kernels.types import DraftWeights, Windows
 from outrider.kernels.verify.reference import accept, accept_uniforms, draw
 from outrider.rpc.codec import PIECE
-from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
+from outrider.rpc.messages import Close, Credit, DraftTokens, Open, TokenWeights
 from outrider.rpc.words.answer import PositionLogprobs
 from outrider.rpc.words.sampling_params import FinishReason, LogprobsMode
 from outrider.rpc.words.structured import StructuredOutput

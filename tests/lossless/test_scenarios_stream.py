@@ -29,7 +29,6 @@ from support.fakes import ToyDraft, ToyTarget, scripted
 from support.models import save_tiny, train_byte_level
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.messages import Close, Commit, Open
 from outrider.rpc.words.answer import GenerationDelta

@@ -14,8 +14,8 @@ from support.methods import LastToken
 from outrider.cli.serve import ServeSettings
 from outrider.draft_service.boot import load_methods
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.peers.local_drafts import LocalDrafter
+from outrider.gateway.settings import GatewaySettings
 from outrider.llm.config import SpeculativeConfig
 from outrider.proposers import registry
 from outrider.proposers.base import SequenceContext

@@ -28,9 +28,10 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from outrider.client import Client, Part, Retry, SyncClient
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.http.app import HttpServer
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.http.server import HttpServer
+from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.request_metrics import measure
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
@@ -111,7 +112,8 @@ async def over_grpc(servicer: GenerationServicer) -> AsyncIterator[str]:
 class Gateway:
     """One engine behind two servers."""
 
-    engine: MeteredEngine
+    engine: GenerationEngine
+    metrics: GatewayMetrics
     http: HttpServer
     grpc_address: str
     target: ToyTarget
@@ -139,12 +141,13 @@ async def gateway(
     **config: Any,
 ) -> AsyncIterator[Gateway]:
     target = target or ToyTarget()
-    engine = MeteredEngine(tokenizer or toy_tokenizer(), target, draft, EngineConfig(**config))
-    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
+    engine = GenerationEngine(tokenizer or toy_tokenizer(), target, draft, EngineConfig(**config))
+    metrics = measure(engine)
+    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options, series=metrics)
     async with over_grpc(GenerationServicer(engine)) as address:
         await http.start()
         try:
-            yield Gateway(engine, http, address, target)
+            yield Gateway(engine, metrics, http, address, target)
         finally:
             await http.stop()
     assert engine.admission.num_active == 0

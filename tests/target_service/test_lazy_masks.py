@@ -18,7 +18,6 @@ from torch import Tensor
 from outrider.engine.grammar.constraint import Constraint
 from outrider.engine.grammar.masks import allowed_ids
 from outrider.engine.grammar.source import GrammarSpec
-from outrider.rpc.messages import Reasoning
 from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode
 from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.target_service import lazy_masks, verifier

@@ -18,7 +18,6 @@ from outrider.bench.results import Cores
 from outrider.cli.local_services import LOOPBACK, Folders, Service, Services
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.draft_service.admission import ModelMethod, make_methods
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
-from outrider.draft_service.observer import EngineObserver
+from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
@@ -28,20 +28,16 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftCommand,
-    DraftEvent,
     Open,
     to_failure,
 )
-from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.servicer import Detach
 from outrider.rpc.telemetry import BATCH_ROWS, BATCH_SEQUENCES, SPAN_DRAFT_BATCH, StepTracer
 
 logger = logging.getLogger(__name__)
 
 MAX_BRANCH_STEPS = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
-
-
-DraftEngineCommand = Deliver[DraftCommand, DraftEvent] | Detach
 
 
 class DraftEngine:
@@ -57,7 +53,7 @@ class DraftEngine:
         max_open_tokens: int = 0,
         flush: Callable[[], None] = lambda: None,
         tracer: StepTracer | None = None,
-        observer: EngineObserver | None = None,
+        observer: DraftObserver | None = None,
         default_methods: Sequence[str] = (),
     ) -> None:
         """`default_methods` draft in turn for a sequence that names none; else the first method alone. With a model at
@@ -73,7 +69,7 @@ class DraftEngine:
             if isinstance(method, ModelMethod):
                 self._draft_with(method)
         self._work = OpenWork(max_sequences, max_open_tokens)
-        self._tracer, self._observer = tracer, observer or EngineObserver()
+        self._tracer, self._observer = tracer, observer or DraftObserver()
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
         self._in_step: list[DraftSequence] = []

@@ -19,6 +19,7 @@ from outrider.cli.terminal import TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
+from outrider.rpc.token_times import TokenTimes
 from outrider.rpc.words.answer import PositionLogprobs
 from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
@@ -191,9 +192,7 @@ class CollectedCompletion:
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    first_at: float = 0.0  # when the first tokens came, by the monotonic clock
-    last_at: float = 0.0
-    num_first: int = 0
+    times: TokenTimes = field(default_factory=TokenTimes)  # of responses
 
     def add(self, part: Part) -> None:
         """Adds what one response brings to the completion."""
@@ -207,7 +206,7 @@ class CollectedCompletion:
         self.prompt_token_ids += part.prompt_token_ids
         self.seed = self.seed if part.seed is None else part.seed
         if part.token_ids:
-            self._clock(len(part.token_ids))
+            self.times.add(time.monotonic(), len(part.token_ids))
         if part.finish_reason is not None:
             self.finish_reason = part.finish_reason.name.lower()
             self.stop_reason, self.usage, self.speculation = part.stop_reason, part.usage, part.speculation
@@ -220,8 +219,7 @@ class CollectedCompletion:
     @property
     def tokens_per_s(self) -> float:
         """The decoding speed: the tokens after the first response by the time after it; 0 where there are none."""
-        seconds = self.last_at - self.first_at
-        return (len(self.token_ids) - self.num_first) / seconds if seconds > 0 else 0.0
+        return 1 / seconds if (seconds := self.times.seconds_per_token) else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """What `outrider generate --json` prints. Log probabilities are there if they were asked for."""
@@ -249,11 +247,6 @@ class CollectedCompletion:
             "acceptance_rate": stats.acceptance_rate,
             "mean_acceptance_length": stats.mean_acceptance_length,
         }
-
-    def _clock(self, num_tokens: int) -> None:
-        self.last_at = time.monotonic()
-        if not self.first_at:
-            self.first_at, self.num_first = self.last_at, num_tokens
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider generate") -> int:

@@ -18,7 +18,7 @@ import grpc
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic.dataclasses import dataclass
 
-from outrider.gateway.request import SPECULATION_MODES
+from outrider.gateway.prepare import SPECULATION_MODES
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.structured_outputs import COMPILERS, ONE_COMPILER
 from outrider.llm.validation import (

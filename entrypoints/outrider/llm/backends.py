@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from outrider.client import Client
 from outrider.gateway.media import MediaLimits, load_media
+from outrider.gateway.request_record import RequestRecord, Watch
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
@@ -75,9 +76,14 @@ class Backend(Protocol):
 class Job:
     """One prompt of a call."""
 
-    request: GenerationRequest
+    record: RequestRecord
     builder: OutputBuilder
     lora: LoRARequest | None = None
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What is asked of the backend."""
+        return self.record.request
 
 
 async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics, put: Callable[[Job], None]) -> None:
@@ -95,11 +101,11 @@ async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics
 
 
 async def _run(backend: Backend, job: Job, statistics: Statistics, put: Callable[[Job], None]) -> None:
-    watch = statistics.watch()
-    async with aclosing(backend.generate(job.request, job.lora)) as deltas:
-        async for delta in deltas:
-            watch.add(delta)
-            job.builder.add(delta)
+    with Watch(job.record, [statistics]) as watch:
+        async with aclosing(backend.generate(job.request, job.lora)) as deltas:
+            async for delta in deltas:
+                watch.add(delta)
+                job.builder.add(delta)
     put(job)
 
 

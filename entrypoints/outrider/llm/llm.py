@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
-from outrider.gateway.request_times import RequestTimes
+from outrider.gateway.request_record import RequestRecord
 from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import ARGUMENTS, EMBEDS, NOT_THERE, EngineArguments, take_speculation
@@ -117,9 +117,10 @@ class JobMaker:
             adapter="" if lora is None else lora.name,
         )
         recorder = self._recorder(prompt)
-        times = None if arguments.disable_log_stats else RequestTimes()
-        builder = OutputBuilder(str(number), prompt, params, backend.tokenizer, recorder, lora, times)
-        return Job(request, builder, lora)
+        record = RequestRecord(request)
+        shown = None if arguments.disable_log_stats else record
+        builder = OutputBuilder(str(number), prompt, params, backend.tokenizer, recorder, lora, shown)
+        return Job(record, builder, lora)
 
     def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
         """With its ids, where they are made here: the order of requests then waits for no tokenizer. A prompt that is

@@ -22,7 +22,7 @@ from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method, describe, model_info, model_method
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
-from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
+from outrider.draft_service.observer import DraftEngineCommand as DraftCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.vocabularies import join_all
 from outrider.engine.batch import ROWS

@@ -10,13 +10,18 @@ from collections import Counter as Tally
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.gateway.spec_decode_metrics import add_drafts
+from outrider.gateway.request_record import RequestObserver, RequestRecord, add_stats
 from outrider.llm.outputs import finish_name
 from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
 
 log = logging.getLogger(__name__)
 
+Labels = dict[str, str]
 INTERVAL_S = 10.0
+FIRST_TOKEN, INTER_TOKEN = "time_to_first_token_seconds", "inter_token_latency_seconds"
+PER_TOKEN, WHOLE = "request_time_per_output_token_seconds", "e2e_request_latency_seconds"
+TIMES = (FIRST_TOKEN, INTER_TOKEN, PER_TOKEN, WHOLE)
+BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
 
 class SpeculationLog:
@@ -28,7 +33,7 @@ class SpeculationLog:
 
     def add(self, stats: SpeculationStats) -> None:
         """One completion has ended."""
-        add_drafts(self._counts, stats)
+        add_stats(self._counts, stats)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
             self._say(seconds)
@@ -54,13 +59,6 @@ class SpeculationLog:
             ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.num_accepted_per_position),
             100 * counts.num_accepted_tokens / counts.num_draft_tokens,
         )
-
-
-Labels = dict[str, str]
-FIRST_TOKEN, INTER_TOKEN = "time_to_first_token_seconds", "inter_token_latency_seconds"
-PER_TOKEN, WHOLE = "request_time_per_output_token_seconds", "e2e_request_latency_seconds"
-TIMES = (FIRST_TOKEN, INTER_TOKEN, PER_TOKEN, WHOLE)
-BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
 
 @dataclass
@@ -125,7 +123,7 @@ class Samples:
         return Histogram(name, labels, sums[-1], self.total, dict(zip(bounds, sums, strict=True)))
 
 
-class Statistics:
+class Statistics(RequestObserver):
     """What the requests of one LLM came to. Written on the loop's thread, read from any."""
 
     def __init__(self, model_name: str, num_speculative_tokens: int, max_running: int) -> None:
@@ -143,12 +141,20 @@ class Statistics:
         """Completions that are under way, of those submitted."""
         return min(self.num_unfinished, self._max_running)
 
-    def watch(self) -> RequestWatch:
-        """Follows one request from now on."""
-        return RequestWatch(self)
+    def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
+        """Counts what one commit gave."""
+        times = record.times_of(delta.index)
+        if delta.token_ids and times.is_first:
+            self.times[FIRST_TOKEN].add(times.first - record.arrived)
+        elif delta.token_ids:
+            self.times[INTER_TOKEN].add(times.gap_s)
+        if delta.finish_reason is not None:
+            self.times[WHOLE].add(time.monotonic() - record.arrived)
+            if times.num_tokens > 1:
+                self.times[PER_TOKEN].add((times.last - times.first) / (times.num_tokens - 1))
+            self._add_end(delta)
 
-    def add_end(self, delta: GenerationDelta) -> None:
-        """A completion's last delta."""
+    def _add_end(self, delta: GenerationDelta) -> None:
         self.num_unfinished -= 1
         if delta.finish_reason is None or delta.usage is None:
             return
@@ -158,7 +164,7 @@ class Statistics:
         self._sums["prefix_cache_queries"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_hits"] += delta.usage.cached_tokens
         if delta.speculation is not None:
-            add_drafts(self._drafts, delta.speculation)
+            add_stats(self._drafts, delta.speculation)
             self._log.add(delta.speculation)
 
     def snapshot(self, cache_usage: float | None) -> list[Metric]:
@@ -183,28 +189,3 @@ class Statistics:
             positions = list(self._drafts.num_accepted_per_position)
             out.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, positions))
         return out
-
-
-class RequestWatch:
-    """Times one request's completions."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        self._statistics, self._began = statistics, time.monotonic()
-        self._seen: dict[int, tuple[float, float, int]] = {}  # by completion: first and last delivery, tokens
-
-    def add(self, delta: GenerationDelta) -> None:
-        """What one commit gave. Several tokens at once are one delivery."""
-        now, times = time.monotonic(), self._statistics.times
-        if delta.token_ids:
-            first, last, count = self._seen.get(delta.index, (now, now, 0))
-            if count:
-                times[INTER_TOKEN].add(now - last)
-            else:
-                times[FIRST_TOKEN].add(now - self._began)
-            self._seen[delta.index] = first, now, count + len(delta.token_ids)
-        if delta.finish_reason is not None:
-            times[WHOLE].add(now - self._began)
-            first, last, count = self._seen.get(delta.index, (now, now, 0))
-            if count > 1:
-                times[PER_TOKEN].add((last - first) / (count - 1))
-            self._statistics.add_end(delta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.gateway.request import Prepared
+from outrider.gateway.prepare import Prepared
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import AHEAD, Mode, Policy, PolicyLimits
@@ -27,8 +27,8 @@ class Learned:
     def of(
         self, methods: tuple[str, ...], at_target: bool = False, adapter: str = ""
     ) -> tuple[SharedStats, SharedTrials]:
-        """Of requests that are drafted for by these; by none: the draft's default. Those of an adapter (its digest)
-        share with those of none what things take, and judge acceptance by their own."""
+        """What was learned of requests that are drafted for by these methods; by none: the draft's default. Those of an
+        adapter (its digest) share with those of none what things take, and judge acceptance by their own."""
         common = self.by_methods.pop(methods, None) or (SharedStats(self.costs), SharedTrials())
         if at_target and not common[0].between.weight:
             common[0].between.add(0.0)  # no wire is between: nothing has to be measured
@@ -46,7 +46,7 @@ class Learned:
 
     @property
     def stats(self) -> SharedStats:
-        """Of the draft's default, else of what was asked for last."""
+        """What was learned of the draft's default, else of what was asked for last."""
         return (self.by_methods.get(()) or next(reversed(self.by_methods.values())))[0]
 
 

@@ -46,7 +46,7 @@ class MediaLimits:
 async def media_of(
     found: Violations, sources: Sequence[MediaSource], target: TargetInfo, limits: MediaLimits
 ) -> tuple[Media, ...]:
-    """Those of a request, of no use once something was found."""
+    """The pictures of a request, of no use once something was found."""
     try:
         if MEDIA not in target.capabilities:
             problem = f"has {len(sources)} entries, and {target.model.name[:MAX_SHOWN_NAME]} takes no pictures"
@@ -127,7 +127,8 @@ def _read_data_url(where: str, rest: str, most: int) -> tuple[bytes, str]:
 
 
 def _read_file(where: str, path: str, folder: Path | None, most: int) -> bytes:
-    """Of a file below the folder, wherever links lead. What is outside is told apart from what is absent by nothing."""
+    """The bytes of a file below the folder, wherever links lead. What is outside is told apart from what is absent by
+    nothing."""
     if folder is None:
         raise _refusal(where, "is given, and this gateway has no --media-folder; allowed: the picture's bytes")
     if len(path) > MAX_PATH_CHARS or "\0" in path:

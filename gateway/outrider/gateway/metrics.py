@@ -130,24 +130,27 @@ class GatewayMetrics(Metrics):
             self.read_counters(f"adapter_{name}", of_adapter + text, "adapter", read)
 
     def attach(self, engine: GenerationEngine, vllm_names: bool = False) -> None:
-        """What is read when it is asked for."""
+        """The series that are read from an engine when they are asked for, and how long its requests wait."""
         admission = engine.admission
+        admission.on_turn = self.queue_time.observe
         self.gauge("num_requests_running", "Sequences that run", lambda: admission.num_active)
         self.gauge("num_requests_waiting", "Sequences that wait to run", lambda: admission.num_waiting)
         self.gauge("num_tokens_admitted", "Prompt and max_tokens of both", lambda: admission.num_tokens)
         self.gauge("draft_connected", "1 where a draft can be used", lambda: _has_draft(engine))
-        self.gauge("draft_round_trip_seconds", "Round trip to the draft, smoothed", lambda: _round_trip_s(engine))
+        self.gauge(
+            "draft_round_trip_seconds", "Round trip to the draft, smoothed", lambda: engine.round_trip_us() * 1e-6
+        )
         self.registry.register(_WireCollector(self._wires))
         self.registry.register(_ReplicaCollector(engine))
         if vllm_names:
             self.registry.register(VllmCollector(lambda: _state(engine)))
 
     def stream_config(self, role: str) -> StreamConfig:
-        """For the streams to the replicas of a role: their frames' bytes are counted."""
+        """How the streams to the replicas of a role are opened: their frames' bytes are counted."""
         return StreamConfig(wrap=self._wires.setdefault(role, WireBytes()).wrap)
 
     def add_round(self, closed: Round, exemplar: Exemplar = None, adapter: str = "") -> None:
-        """One verification. The first round of a completion holds its prompt and is no round of decoding."""
+        """Counts one verification. The first round of a completion holds its prompt and is no round of decoding."""
         timings = closed.commit.timings
         self.drafts.add(closed)
         if adapter:
@@ -199,7 +202,7 @@ class DraftCounts:
     tested: list[int] = field(default_factory=list)  # ... and from the first window that reached it on
 
     def add(self, closed: Round) -> None:
-        """One verification."""
+        """Counts one verification."""
         num_drafted, num_accepted = closed.commit.num_drafted, closed.commit.num_accepted
         self.rounds[closed.mode] = self.rounds.get(closed.mode, 0) + 1
         self.num_forced += closed.commit.num_forced
@@ -235,7 +238,7 @@ class WireBytes:
         self.num_sent = self.num_received = 0
 
     def wrap(self, call: FrameCall) -> FrameCall:
-        """The same call, counted."""
+        """The call, whose bytes are counted."""
         return _CountedCall(call, self)
 
 
@@ -342,7 +345,3 @@ def _state(engine: GenerationEngine) -> EngineState | None:
 
 def _has_draft(engine: GenerationEngine) -> float:
     return float(engine.drafter is not None and engine.drafter.info is not None)
-
-
-def _round_trip_s(engine: GenerationEngine) -> float:
-    return 0.0 if engine.drafter is None else engine.drafter.round_trip_us * 1e-6

@@ -13,7 +13,7 @@ from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
-from outrider.gateway.request import written
+from outrider.gateway.off_loop import written
 from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tools.use import MAX_TOOLS
 from outrider.rpc.codec import ADAPTER, MODEL_INFO

@@ -13,7 +13,7 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.protocol import EchoedPrompt, OpenAIRequest
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts, finite
-from outrider.gateway.request import encoded, num_long_chars
+from outrider.gateway.prepare import encoded, num_long_chars
 from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.words.answer import GenerationDelta, PositionLogprobs
@@ -22,7 +22,7 @@ from outrider.rpc.words.sampling_params import FinishReason
 
 
 async def with_prompts(openai_request: OpenAIRequest, engine: GenerationEngine) -> OpenAIRequest:
-    """The same with its prompts as ids, and what is to be repeated of them: a text as it was given, ids decoded."""
+    """The request with its prompts as ids, and what is to be repeated of them: a text as it was given, ids decoded."""
     pairs = [
         await _echoed(request, engine, names)
         for request, names in zip(openai_request.requests, openai_request.names, strict=True)
@@ -85,7 +85,7 @@ async def echoed(
 
 
 def _without_output(delta: GenerationDelta) -> GenerationDelta:
-    """Of an answer that is its prompt alone."""
+    """The deltas of an answer that is its prompt alone."""
     usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
     reason = None if delta.finish_reason is None else FinishReason.LENGTH
     return replace(delta, text="", token_ids=(), origins=(), logprobs=(), usage=usage, finish_reason=reason)

@@ -34,7 +34,7 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
-from outrider.gateway.request import TRUNCATION_SIDES
+from outrider.gateway.prepare import TRUNCATION_SIDES
 from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc import telemetry as names
@@ -83,6 +83,10 @@ _NOT_EMPTY = ("allowed_token_ids", "logprob_token_ids")
 _GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 _deprecated = OnceWarnings("deprecated, use structured_outputs: %s")
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
+_ALLOWED = {  # by pydantic's name of what is wrong
+    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
+    "model_type": "an object",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,7 @@ class Speculation(_ForDrafts):  # type: ignore[misc]  # whose fields are made of
     mode: str = ""
 
     def options(self) -> SpeculationOptions:
-        """The same as the gateway has it."""
+        """The speculation options as the gateway has them."""
         rule = AcceptanceRule[self.acceptance.upper()]
         return SpeculationOptions(**{**dict(self), "methods": tuple(self.methods), "acceptance": rule})
 
@@ -244,7 +248,7 @@ class ResponseFormat(Body):
     triggers: list[Any] | None = None
 
     def constraint(self) -> StructuredOutput | None:
-        """None for free text."""
+        """What constrains the answer; None for free text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -276,7 +280,7 @@ class StructuredOutputs(Body):
     structural_tag: Any = None
 
     def constraint(self) -> StructuredOutput:
-        """As it was given; the validator wants exactly one."""
+        """The constraint as it was given; the validator wants exactly one."""
         schema, tag, choice = self.schema_or_text, self.structural_tag, self.choice
         return StructuredOutput(
             json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
@@ -388,12 +392,12 @@ class OpenAIBody(Body):
 
     @property
     def continued_text(self) -> str:
-        """Of a message that is there already, and that the answer begins with."""
+        """The text of a message that is there already, and that the answer begins with."""
         return ""
 
     @property
     def effort(self) -> str:
-        """Of reasoning; empty: the model's own."""
+        """How much to reason; empty: as the model does by itself."""
         return ""
 
     @property
@@ -568,7 +572,8 @@ class ChatMessage(Body):
     function_call: Unsupported = None
 
     def rendered(self) -> dict[str, Any]:
-        """As the template takes it: the content is one text, or nothing beside calls; with pictures it has parts."""
+        """The message as a template takes it: the content is one text, or nothing beside calls; with pictures it has
+        parts."""
         extra = self.model_extra or {}
         if "reasoning" in extra and "reasoning_content" not in extra:  # vLLM's newer name of what templates know
             extra = {**extra, "reasoning_content": extra["reasoning"]}
@@ -632,7 +637,7 @@ class ChatBody(OpenAIBody):
 
     @property
     def continued_text(self) -> str:
-        """Of the last message, where it is the assistant's and `echo` asks for it."""
+        """The text of the last message, where it is the assistant's and `echo` asks for it."""
         return self.messages[-1].text if self.echo and self.messages[-1].role == "assistant" else ""
 
 
@@ -654,7 +659,7 @@ class CompletionBody(OpenAIBody):
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """What an answer repeats."""
+    """A prompt that an answer repeats."""
 
     text: str
     ids: tuple[int, ...]
@@ -674,27 +679,23 @@ class OpenAIRequest:
 
     @property
     def n(self) -> int:
-        """Completions a prompt."""
+        """How many completions each prompt gets."""
         return self.requests[0].n
 
     @property
     def num_shown(self) -> int | None:
-        """Of the candidates that come for each token; all, where ids were listed."""
+        """How many of the candidates that come for each token are shown; all, where ids were listed."""
         sampling = self.requests[0].sampling
         return ALL_LOGPROBS if sampling is not None and sampling.logprob_token_ids else self.num_logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Of each of a prompt's tokens; None: the target tells none."""
+        """How many log probabilities of each of a prompt's tokens are told; None: the target tells none."""
         sampling = self.requests[0].sampling
         return None if sampling is None else sampling.prompt_logprobs
 
 
 B = TypeVar("B", bound=Body)
-_ALLOWED = {  # by pydantic's name of what is wrong
-    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
-    "model_type": "an object",
-}  # fmt: skip
 
 
 def validated(model: type[B], values: Mapping[str, Any]) -> B:

@@ -36,7 +36,7 @@ class Shares:
         self._of[who] += amount
 
     def give(self, who: str, amount: int = 1) -> None:
-        """What was taken."""
+        """Gives back what was taken."""
         self._held -= amount
         self._of[who] -= amount
         if not self._of[who]:

@@ -32,6 +32,8 @@ USUAL_WINDOW, LIKENESS_TOLERANCE = 4, 0.1  # tokens of a window that compares re
 RARELY = 0.05  # of the rounds
 OUTLIER_RATIO = 1.3  # a trial that says so much more or less than those before takes their place
 TRIAL_MEMORY = 3.0  # that a measurement looks back on
+MAX_IDLE_TURNS = 64  # rounds of every sequence: the number of sequences may go up and down
+MAX_LIMITS = 32  # that requests may name, of which what was measured is kept
 
 
 @dataclass(slots=True)
@@ -250,9 +252,6 @@ class PlanTrials:
             self._ratios[plan] = pace * known.token_us(plan, forecast) / foreseen
 
 
-MAX_IDLE_TURNS = 64  # rounds of every sequence: the number of sequences may go up and down
-
-
 @dataclass(slots=True)
 class TrialsByConcurrency:
     """Of requests with the same choices."""
@@ -287,9 +286,6 @@ class TrialsByConcurrency:
         begun = PlanTrials(plans, OFF, self._by_bucket[min(known, key=lambda number: abs(number - bucket))])
         begun.leader = min(plans, key=lambda plan: begun.us_per_token(plan, forecast))
         return begun
-
-
-MAX_LIMITS = 32  # that requests may name, of which what was measured is kept
 
 
 @dataclass(slots=True)

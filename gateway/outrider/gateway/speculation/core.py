@@ -32,6 +32,15 @@ from outrider.rpc.messages import (
 )
 from outrider.rpc.words.sampling_params import without_prompt_logprobs
 
+RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
+DRAINING = "DRAINING"  # the reason of a service that refuses what is new
+PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
+NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
+MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
+MAX_PIECE_BYTES = 1 << 20  # half of what a frame may hold, twice what MAX_DRAFT_TOKENS with 512 weights each take
+POSITION_BYTES = 1 << 16  # of its pieces by position that its credit reaches ahead: 512 weights take 4 KiB
+SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
+
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
@@ -97,15 +106,6 @@ class Fail:
 
 
 Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | CloseDraft | Fail
-
-RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
-DRAINING = "DRAINING"  # the reason of a service that refuses what is new
-PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
-NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
-MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
-MAX_PIECE_BYTES = 1 << 20  # half of what a frame may hold, twice what MAX_DRAFT_TOKENS with 512 weights each take
-POSITION_BYTES = 1 << 16  # of its pieces by position that its credit reaches ahead: 512 weights take 4 KiB
-SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
 @dataclass(slots=True)

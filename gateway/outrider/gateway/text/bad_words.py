@@ -10,7 +10,7 @@ from outrider.rpc.words.sampling_params import SamplingParams
 
 
 def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with the ids of its bad words. InvalidArgument for one that has no tokens."""
+    """The sampling with the ids of its bad words. InvalidArgument for one that has no tokens."""
     try:
         ids = tokenizer.bad_words_ids(sampling.bad_words)
     except ValueError as error:

@@ -32,6 +32,7 @@ BACK_MS = 1000  # when who waited in vain may come back
 MAX_VALUES_PER_TOKEN = 4  # of messages and variables: a message, which has some more, takes several tokens
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+_RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,6 @@ def check_num_messages(found: Violations, num_messages: int, max_model_len: int)
         found.add("chat", f"has {num_messages} messages", allowed, TOO_LONG)
 
 
-_RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
-
-
 class _Rendering:
     """One template that runs on a thread, and can be ended there: left alone, one that loops would keep the thread, and
     its share of the interpreter, for ever."""
@@ -104,7 +102,7 @@ class _Rendering:
         self._lock, self._thread, self._ended = threading.Lock(), 0, False
 
     def run(self) -> ChatText:
-        """On the thread."""
+        """Renders, on the thread."""
         with self._lock:
             if self._ended:
                 raise TimeoutError
@@ -116,7 +114,8 @@ class _Rendering:
             self._leave()
 
     def end(self) -> None:
-        """From another thread: a TimeoutError, where the template runs Python; what it has called in C ends first."""
+        """Ends the rendering from another thread: by a TimeoutError, where the template runs Python; what it has called
+        in C ends first."""
         with self._lock:
             self._ended = True
             if self._thread:
@@ -164,7 +163,8 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
 def _bounded(
     request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
-    """As _rendered, of no more values than a context may have: empty ones have no characters, and take memory."""
+    """What `_rendered` makes of a conversation with no more values than a context may have: empty ones have no
+    characters, and take memory."""
     num_values, most = _num_values([request.messages, variables]), MAX_VALUES_PER_TOKEN * max_model_len
     if num_values > most:
         raise InvalidArgument.of([Violation("chat", f"has {num_values} values; allowed: at most {most}", TOO_LONG)])
@@ -212,8 +212,8 @@ def _rendered(
 
 
 def _with_template(tokenizer: Tokenizer, request: GenerationRequest) -> Tokenizer:
-    """With the template that writes the request's conversation. InvalidArgument for documents that it knows nothing
-    of."""
+    """A tokenizer with the template that writes the request's conversation. InvalidArgument for documents that it knows
+    nothing of."""
     template = tokenizer.chat_template if request.chat_template is None else ChatTemplate(request.chat_template)
     if template is None:
         return tokenizer

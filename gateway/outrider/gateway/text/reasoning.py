@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from support.fakes import request
 
 from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, Channels, channels_of
 from outrider.gateway.text.tokenizer import NUM_CONTEXT_IDS, TextDelta, TextStream, Tokenizer
@@ -18,9 +20,6 @@ from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, 
 from outrider.rpc.words.request import ReasoningOptions
 from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.words.structured import REASONING, Reasoning
-
-if TYPE_CHECKING:
-    from outrider.rpc.words.request import GenerationRequest
 
 AUTO, NONE = "auto", "none"
 # Start and end by the name of vLLM's parser, or the model's; the first whose tokens a tokenizer has are its own.
@@ -70,7 +69,8 @@ class ReasoningMarkers:
 
     def plan(
         self,
-        request: GenerationRequest,
+        options: ReasoningOptions | None,
+        is_chat: bool,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
@@ -82,6 +82,12 @@ class ReasoningMarkers:
         a bound that the target would not keep."""
         options = request.reasoning or ReasoningOptions()
         splits = request.messages is not None if options.split is None else options.split
+        """The plan of a request that was checked. Where the two texts are not told apart, a constraint is on the whole
+        output, unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the
+        first token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that,
+        and for a bound that the target would not keep."""
+        options = options or ReasoningOptions()
+        splits = is_chat if options.splits is None else options.splits
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
         if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
@@ -119,7 +125,7 @@ class ReasoningPlan:
 
 
 def find_markers(tokenizer: Tokenizer, parser: str) -> ReasoningMarkers | None:
-    """Those of a parser's name; by "auto" what the tokenizer has, if it has any. FailedPrecondition for a name
+    """The markers of a parser's name; by "auto" what the tokenizer has, if it has any. FailedPrecondition for a name
     that nobody knows, or whose tokens the tokenizer has not."""
     if parser == NONE:
         return None
@@ -170,14 +176,14 @@ class _Pair:
         self._first = None if is_open else start_id  # that opens it
 
     def find(self, ids: Sequence[int], begin: int) -> int:
-        """As Boundaries'."""
+        """Does as Boundaries says."""
         first, self._first = self._first, None
         if self.is_inside:
             return next((place for place in range(begin, len(ids)) if ids[place] == self._end_id), len(ids))
         return begin if ids[begin] == first else len(ids)
 
     def take(self, token_id: int) -> None:
-        """As Boundaries'."""
+        """Does as Boundaries says."""
         self.is_inside = not self.is_inside
 
 
@@ -213,7 +219,7 @@ class ReasoningStream:
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
-        """As TextStream's; what is reasoning is told apart."""
+        """Takes the next committed ids; what is reasoning is told apart."""
         parts, begin = list[tuple[bool, TextDelta]](), 0
         while begin < len(ids) and not self.finished and (end := self._boundaries.find(ids, begin)) < len(ids):
             if end > begin or self._stream is not None:

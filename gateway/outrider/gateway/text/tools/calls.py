@@ -10,6 +10,8 @@ from typing import Any
 
 from outrider.rpc.words.answer import ToolCallDelta
 
+NUM_SHORT = 9  # characters of an id that Mistral's templates accept
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -28,13 +30,10 @@ def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(replace(pieces[0], arguments="".join(each.arguments for each in pieces)) for pieces in calls.values())
 
 
-NUM_SHORT = 9  # characters of an id that Mistral's templates accept
-
-
 def call_ids(
     request_id: str, seed: int, prompt_ids: Sequence[int], completion: int, short: bool = False
 ) -> Callable[[int], str]:
-    """By number the ids of a completion's calls. They depend on the request alone, so that one that is resumed
+    """The ids of a completion's calls, by number. They depend on the request alone, so that one that is resumed
     elsewhere goes on with the same."""
     digest = hashlib.sha256(f"{request_id}\0{seed}\0{completion}\0".encode())
     digest.update(array("Q", prompt_ids).tobytes())

@@ -31,6 +31,7 @@ SPACES = " \t\r\n"
 
 Reading = Generator[None, None, None]  # a step that waits for characters
 ReadingText = Generator[None, None, str]
+_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class NoCall(Exception):
@@ -74,7 +75,7 @@ class ToolParser(ABC):
         return self._num_apart + len(self._buffer)
 
     def push(self, text: str) -> Parsed:
-        """What further text adds."""
+        """Takes further text, and gives what it adds."""
         self._buffer += text
         return self._advance()
 
@@ -188,7 +189,7 @@ class ToolParser(ABC):
             self._at += 1
 
     def literal(self, text: str) -> Reading:
-        """Exactly this text."""
+        """Matches exactly this text."""
         for expected in text:
             if (yield from self.peek()) != expected:
                 raise NoCall
@@ -310,7 +311,7 @@ class ToolParser(ABC):
         self._in_arguments = False
 
     def _tell_arguments(self) -> None:
-        """As far as they are read."""
+        """Gives the arguments as far as they are read."""
         if not self._in_arguments or self._told == self._at:
             return
         self.tell_more(self._buffer[self._told : self._at])
@@ -448,9 +449,6 @@ class ToolParser(ABC):
             num_digits += 1
         if not num_digits:
             raise NoCall
-
-
-_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 @dataclass(slots=True)

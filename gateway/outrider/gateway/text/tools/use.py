@@ -20,7 +20,6 @@ from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
 
 if TYPE_CHECKING:
-    from outrider.gateway.request import Prepared
     from outrider.rpc.words.request import GenerationRequest
 
 MAX_TOOLS = 128
@@ -30,6 +29,7 @@ CHOICES = ("auto", "none", "required")
 STRUCTURED_OUTPUT = "sampling.structured_output"  # the capability
 _NAMED = '{"type": "function", "function": {"name": ...}}'
 _ALLOWED = f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or "required", "tools": [{_NAMED}]}}}}'
+_OF_CONSTRAINT = re.compile(r"(?:open\.)?sampling\.structured_output[\w.]*: ")
 
 
 class AnswerText(Protocol):
@@ -101,22 +101,17 @@ class ToolUse:
     constraint: StructuredOutput | None
     required: bool = False  # the constraint has nothing but calls
 
-    def stream(self, prepared: Prepared, index: int) -> AnswerText:
-        """The text and the calls of a completion."""
-        ids = call_ids(
-            prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
-        )
-        parser = self.format.parser(ids, self.functions)
-        return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel, self.required)
+    def stream(self, text: AnswerText, request_id: str, seed: int, prompt_ids: Sequence[int], index: int) -> AnswerText:
+        """The text of a completion, which `text` gives with its calls, without them, and these. Their ids are drawn
+        from what the request is known by."""
+        ids = call_ids(request_id, seed, prompt_ids, index, short=self.format.parser.short_ids)
+        return ToolStream(text, self.format.parser(ids, self.functions), self.parallel, self.required)
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
         """A refusal of the constraint, which nobody asked for by that name."""
         if self.constraint is None or not (found := _OF_CONSTRAINT.match(error.message)):
             return error
         return InvalidArgument.of([Violation("tools", error.message[found.end() :])])
-
-
-_OF_CONSTRAINT = re.compile(r"(?:open\.)?sampling\.structured_output[\w.]*: ")
 
 
 def tool_use(

@@ -29,7 +29,7 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")
 
 
 @dataclass(frozen=True, slots=True)
-class Siblings:
+class GatewayProcess:
     """One process, by its number, and the folder that has the settings and the sockets of all. It is their user's
     alone."""
 
@@ -113,7 +113,7 @@ class _UnixConnection(HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """To the socket of the path."""
+        """Connects to the socket of the path."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(SCRAPE_S)
         self.sock.connect(str(self._path))

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from support.fakes import until
 from support.metrics import samples_of
 
-from outrider.gateway.siblings import READY, Siblings
+from outrider.gateway.processes import READY, GatewayProcess
 from outrider.rpc.metrics import Metrics, MetricsServer
 from outrider.rpc.server import HealthMonitor
 
@@ -29,18 +29,18 @@ async def test_one_scrape_has_the_series_of_all(tmp_path: Path) -> None:
         metrics.counter("ends", 'Of "all" {kinds}', "why").labels('a"}{b').inc(index + 1)
         metrics.histogram("wait_seconds", "Waits", (0.1, 1.0)).observe(0.5, TRACE if index else None)
         metrics.gauge("load", "Now", lambda index=index: index)
-        servers.append(MetricsServer(Siblings(index, tmp_path).metrics, metrics, health))
+        servers.append(MetricsServer(GatewayProcess(index, tmp_path).metrics, metrics, health))
     for server in servers:
         server.start()
     await asyncio.to_thread(servers.pop().stop)
-    text, content_type = await asyncio.to_thread(Siblings(0, tmp_path).render, "")
+    text, content_type = await asyncio.to_thread(GatewayProcess(0, tmp_path).render, "")
     found = samples_of(text.decode())
     assert content_type.startswith("text/plain")
     assert [found["ends_total", (("process", str(index)), ("why", 'a"}{b'))] for index in (0, 1)] == [1, 2]
     assert [found["load", (("process", str(index)),)] for index in (0, 1)] == [0, 1]
     assert not [labels for _, labels in found if ("process", "10") in labels], "it has ended"
     assert text.count(b"# TYPE outrider_load gauge") == 1
-    text, content_type = await asyncio.to_thread(Siblings(0, tmp_path).render, OPENMETRICS)
+    text, content_type = await asyncio.to_thread(GatewayProcess(0, tmp_path).render, OPENMETRICS)
     assert "openmetrics" in content_type
     (waits,) = (family for family in parse_openmetrics(text.decode()) if family.name == "outrider_wait_seconds")
     exemplars = [(one.labels, one.exemplar) for one in waits.samples if one.name.endswith("_bucket") and one.exemplar]
@@ -53,12 +53,12 @@ async def test_it_reports_until_the_supervisor_has_gone(tmp_path: Path, monkeypa
     """Also while nobody reads; then it ends as on SIGTERM."""
     reader, writer = os.pipe()
     stdout, sent = SimpleNamespace(fileno=lambda: writer), []
-    monkeypatch.setattr("outrider.gateway.siblings.POLL_S", 0.001)
+    monkeypatch.setattr("outrider.gateway.processes.POLL_S", 0.001)
     monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
     monkeypatch.setattr("sys.stdout", stdout)
     health = HealthMonitor(["s"])
     await health.start()
-    reporting = asyncio.create_task(Siblings(0, tmp_path).report(health))
+    reporting = asyncio.create_task(GatewayProcess(0, tmp_path).report(health))
     assert await asyncio.to_thread(os.read, reader, len(READY)) == READY
     os.write(writer, b"x" * (1 << 20))  # all that the pipe holds
     await asyncio.sleep(0.01)

@@ -1,16 +1,12 @@
-"""What the gateway is asked for and what it answers, as frozen dataclasses: the same for gRPC, HTTP and in process.
-
-A request becomes prompt ids and resolved parameters. Everything is checked here, by the one validator, before
-anything is opened; a refusal names the field as the protocol does."""
+"""From a request to what may run: prompt ids and resolved parameters. Everything is checked here, by the one validator,
+before anything is opened; a refusal names the field as the protocol does."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.media import MediaLimits, held_bytes, media_of
@@ -56,13 +52,11 @@ from outrider.rpc.words.sampling_params import (
 )
 
 MAX_PROMPT_LOGPROBS = 1 << 19  # of a request; each takes about 120 bytes here
-SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
 TRUNCATION_SIDES = ("left", "right")
+SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
+SHOWN_DIGEST = 16  # characters in an error
+SHOWN_NAME = 100
+SHOWN_NAMES = 20
 
 
 def num_long_chars(request: GenerationRequest) -> int:
@@ -84,22 +78,23 @@ def least_tokens(request: GenerationRequest, max_model_len: int) -> int:
     return n * most + prompt if known and prompt < max_model_len else 0
 
 
-async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """What `write` makes of that many log probabilities; beside the event loop where they are many."""
-    if num_logprobs > SLOW_LOGPROBS:
-        return await asyncio.to_thread(write, *arguments, **options)
-    return write(*arguments, **options)
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What requests are prepared for: the peers that are there, and what the gateway allows."""
 
-
-SHOWN_DIGEST = 16  # characters in an error
-SHOWN_NAME = 100
-SHOWN_NAMES = 20
-SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
+    tokenizer: Tokenizer
+    target: TargetInfo
+    draft: DraftInfo | None
+    num_draft_tokens: int  # of a round, where a request does not say
+    mode: str = "sequential"
+    max_logprobs: int = MAX_LOGPROBS
+    markers: ReasoningMarkers | None = None  # of the model's reasoning
+    media: MediaLimits = field(default_factory=MediaLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that may run."""
+    """A request that was checked and that may run, with nothing left open."""
 
     request: GenerationRequest
     request_id: str
@@ -137,12 +132,13 @@ class Prepared:
 
     def text_stream(self, tokenizer: Tokenizer, index: int) -> AnswerText:
         """The text of one completion."""
-        if self.tools is not None:
-            return self.tools.stream(self, index)
-        return self.answer_text(tokenizer, index)
+        if self.tools is None:
+            return self.answer_text(tokenizer, index)
+        text = self.answer_text(self.tools.tokenizer, index)
+        return self.tools.stream(text, self.request_id, self.seed, self.prompt_ids, index)
 
     def answer_text(self, tokenizer: Tokenizer, index: int) -> AnswerText:
-        """The same with the calls in it; reasoning is told apart where it is to be."""
+        """The text of one completion with the calls of tools in it; reasoning is told apart where it is to be."""
         text = tokenizer, self.sampling, self.prompt_ids, self.output_ids(index)
         return TextStream(*text) if self.reasoning is None else self.reasoning.stream(*text)
 
@@ -178,89 +174,133 @@ class Prepared:
         )
 
 
-async def prepare(
-    request: GenerationRequest,
-    tokenizer: Tokenizer,
-    target: TargetInfo,
-    draft: DraftInfo | None,
-    default_num_draft_tokens: int,
-    default_mode: str = "sequential",
-    max_logprobs: int = MAX_LOGPROBS,
-    markers: ReasoningMarkers | None = None,
-    media_limits: MediaLimits | None = None,
-) -> Prepared:
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a request gives to be computed, of no use where something was found wrong with it."""
+
+    sampling: SamplingParams
+    tools: ToolUse | None
+    prompt_ids: tuple[int, ...]
+    media: tuple[Media, ...]
+    prediction: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """How a request is drafted for, with nothing left open."""
+
+    num_draft_tokens: int
+    methods: tuple[str, ...]
+    at_target: bool
+    can_run_ahead: bool
+    mode: str
+    acceptance: AcceptanceRule
+
+
+async def prepare(request: GenerationRequest, served: Served) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field; NotFound an adapter that is
     not there; FailedPrecondition says that another model began what is to be resumed."""
-    model, speculation = target.model, request.speculation
+    target = served.target
     digest = digest_for(request, target)
     found = Violations()  # of all parts: a refusal names every field
-    check_request(found, request, model.vocab_size)
-    if request.reasoning is not None:
-        check_reasoning(found, request.reasoning, markers, model.max_model_len)
-    if speculation.named_methods:
-        check_methods(found, request, target, draft)
-    sampling = request.sampling or model.default_sampling
-    capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
-    check_sampling(found, capped, model.vocab_size, model.max_model_len, max_logprobs)
-    tools = None
-    if request.tools or request.tool_choice:
-        tools = tool_use(found, request, capped, tokenizer, target.capabilities)
-    prompt_ids = await _prompt_ids(found, request, tokenizer, model)
-    sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
-    _check_prompt_logprobs(found, request, sampling, len(prompt_ids), model.vocab_size)
-    media: tuple[Media, ...] = ()
-    if request.media:
-        media = await media_of(found, request.media, target, media_limits or MediaLimits())
-    prediction: tuple[int, ...] = ()
-    if request.prediction is not None:
-        prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
+    inputs = await _check(found, request, served)
     found.raise_if_any()
-    if request.model_digest not in ("", digest):
-        of = f" with the adapter {request.adapter!r}" if request.adapter else ""
-        raise FailedPrecondition(
-            f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}{of}, "
-            f"which is served here; allowed: {digest[:SHOWN_DIGEST]}, or none",
-            reason=OTHER_MODEL,
-        )
-    if sampling.bad_words:
-        sampling = with_bad_words(sampling, tokenizer)
-    if tools is not None and tools.constraint is not None:
-        sampling = replace(sampling, structured_output=tools.constraint)
-    k = speculation.num_draft_tokens
-    if k is None:
-        k = default_num_draft_tokens or NUM_DRAFT_TOKENS * bool(prediction)
-    methods = _methods(speculation, target, draft, bool(prediction and k and speculation.enabled))
-    at_target = methods[:1] in [(own.name,) for own in target.methods]
-    can_run_ahead = not at_target and _can_run_ahead(methods, draft)
-    mode = speculation.mode or default_mode
-    if not can_run_ahead and mode != "auto":
-        mode = "sequential"
-    judges = None if at_target else draft
-    is_ahead = can_run_ahead and mode != "sequential"
-    shares_noise = is_ahead or (sampling.seed is not None and _recalls(methods, draft))
-    rule = speculation.acceptance or _own_rule(shares_noise, target, judges)
-    _check_capabilities(target, sampling, rule)
-    known = target.capabilities
-    reasoning = None if markers is None else markers.plan(request, sampling, tokenizer, prompt_ids, known)
+    _require_model(request, target.model, digest)
+    sampling, prediction = _with_constraints(inputs, served.tokenizer), inputs.prediction
+    drafting = _drafting(request.speculation, served, sampling, bool(prediction))
+    _check_capabilities(target, sampling, drafting.acceptance)
+    reasoning = None
+    if served.markers is not None:
+        options, is_chat = request.reasoning, request.messages is not None
+        text = sampling, served.tokenizer, inputs.prompt_ids, target.capabilities
+        reasoning = served.markers.plan(options, is_chat, *text)
     return Prepared(
         request=request,
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
-        prompt_ids=prompt_ids,
+        prompt_ids=inputs.prompt_ids,
         sampling=sampling,
-        num_draft_tokens=min(k, target.max_window) if speculation.enabled else 0,
-        acceptance=rule,
-        mode=mode,
+        num_draft_tokens=drafting.num_draft_tokens,
+        acceptance=drafting.acceptance,
+        mode=drafting.mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         model_digest=digest,
-        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        tokenizer_fingerprint=target.model.tokenizer_fingerprint,
         prediction=prediction,
-        methods=methods,
-        can_run_ahead=can_run_ahead,
-        at_target=at_target,
-        tools=tools,
+        methods=drafting.methods,
+        can_run_ahead=drafting.can_run_ahead,
+        at_target=drafting.at_target,
+        tools=inputs.tools,
         reasoning=reasoning,
-        media=media,
+        media=inputs.media,
     )
+
+
+async def _check(found: Violations, request: GenerationRequest, served: Served) -> _Inputs:
+    """Reads a request's prompt and what goes with it; what is wrong with any part is added to `found`."""
+    tokenizer, target, model = served.tokenizer, served.target, served.target.model
+    vocab_size, max_model_len = model.vocab_size, model.max_model_len
+    check_request(found, request, vocab_size)
+    if request.reasoning is not None:
+        check_reasoning(found, request.reasoning, served.markers, max_model_len)
+    if request.speculation.named_methods:
+        by_list, predicts = bool(request.speculation.methods), request.prediction is not None
+        check_methods(found, request.speculation.named_methods, by_list, predicts, target, served.draft)
+    sampling = request.sampling or model.default_sampling
+    if not request.max_tokens_given:
+        sampling = _capped(sampling, max_model_len)
+    check_sampling(found, sampling, vocab_size, max_model_len, served.max_logprobs)
+    tools = None
+    if request.tools or request.tool_choice:
+        tools = tool_use(found, request, sampling, tokenizer, target.capabilities)
+    prompt_ids = await _prompt_ids(found, request, tokenizer, model)
+    sampling = _with_length(found, request, sampling, len(prompt_ids), max_model_len)
+    _check_prompt_logprobs(found, request, sampling, len(prompt_ids), vocab_size)
+    media: tuple[Media, ...] = ()
+    if request.media:
+        media = await media_of(found, request.media, target, served.media)
+    prediction: tuple[int, ...] = ()
+    if request.prediction is not None:
+        prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
+    return _Inputs(sampling, tools, prompt_ids, media, prediction)
+
+
+def _require_model(request: GenerationRequest, model: ModelInfo, digest: str) -> None:
+    if request.model_digest in ("", digest):
+        return
+    of = f" with the adapter {request.adapter!r}" if request.adapter else ""
+    raise FailedPrecondition(
+        f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}{of}, "
+        f"which is served here; allowed: {digest[:SHOWN_DIGEST]}, or none",
+        reason=OTHER_MODEL,
+    )
+
+
+def _with_constraints(inputs: _Inputs, tokenizer: Tokenizer) -> SamplingParams:
+    """The sampling with what its bad words and its tools come to."""
+    sampling = inputs.sampling
+    if sampling.bad_words:
+        sampling = with_bad_words(sampling, tokenizer)
+    if inputs.tools is not None and inputs.tools.constraint is not None:
+        sampling = replace(sampling, structured_output=inputs.tools.constraint)
+    return sampling
+
+
+def _drafting(speculation: SpeculationOptions, served: Served, sampling: SamplingParams, predicts: bool) -> _Drafting:
+    """The gateway's choice of all that the request leaves open."""
+    target, draft, k = served.target, served.draft, speculation.num_draft_tokens
+    if k is None:
+        k = served.num_draft_tokens or NUM_DRAFT_TOKENS * predicts
+    methods = _methods(speculation, target, draft, bool(predicts and k and speculation.enabled))
+    at_target = methods[:1] in [(own.name,) for own in target.methods]
+    can_run_ahead = not at_target and _can_run_ahead(methods, draft)
+    mode = speculation.mode or served.mode
+    if not can_run_ahead and mode != "auto":
+        mode = "sequential"
+    is_ahead = can_run_ahead and mode != "sequential"
+    shares_noise = is_ahead or (sampling.seed is not None and _recalls(methods, draft))
+    rule = speculation.acceptance or _own_rule(shares_noise, target, None if at_target else draft)
+    most = min(k, target.max_window) if speculation.enabled else 0
+    return _Drafting(most, methods, at_target, can_run_ahead, mode, rule)
 
 
 def _methods(
@@ -286,7 +326,7 @@ def _can_run_ahead(methods: tuple[str, ...], draft: DraftInfo | None) -> bool:
 
 
 def check_request(found: Violations, request: GenerationRequest, vocab_size: int) -> None:
-    """What a request holds beside prompt and sampling parameters."""
+    """Checks what a request holds beside prompt and sampling parameters."""
     speculation, output_ids = request.speculation, request.output_ids
     if found.integer("n", request.n, 1, MAX_N) and output_ids and len(output_ids) != request.n:
         found.add("output_ids", f"has {len(output_ids)} entries", f"none, or as many as completions ({request.n})")
@@ -426,7 +466,8 @@ def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
 def _with_length(
     found: Violations, request: GenerationRequest, sampling: SamplingParams, prompt_len: int, max_model_len: int
 ) -> SamplingParams:
-    """With max_tokens as the prompt leaves it; a prompt or max_tokens that is wrong by itself was found before."""
+    """The sampling with max_tokens as the prompt leaves it; a prompt or max_tokens that is wrong by itself was found
+    before."""
     if not prompt_len or not isinstance(sampling.max_tokens, int) or not 1 <= sampling.max_tokens <= max_model_len:
         return sampling
     if not request.max_tokens_given:

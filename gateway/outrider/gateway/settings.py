@@ -1,0 +1,288 @@
+"""What a gateway is told at start: by flags, variables or a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from outrider.gateway.admission import MAX_REQUEST_BYTES
+from outrider.gateway.peers.addresses import Addresses
+from outrider.gateway.speculation.schedule import BatchSchedule
+from outrider.gateway.text.reasoning import AUTO, MARKERS, NONE
+from outrider.gateway.text.tools.formats import FORMATS
+from outrider.gateway.tracing import MAX_TRACED_ROUNDS
+from outrider.proposers.registry import (
+    METHODS,
+    TOKEN_METHODS,
+    MethodSettings,
+    check_method,
+    is_class,
+    list_problem,
+    method_of,
+)
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
+from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
+from outrider.rpc.settings import Address, PeerSettings, ServerSettings, VllmMetrics
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS
+
+
+class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
+    """What a gateway is told at start, besides what all services are."""
+
+    section: ClassVar[str] = "gateway"
+    exposed: ClassVar[tuple[str, ...]] = ("listen", "http")
+
+    target: list[str] = Field(
+        min_length=1,
+        description="Address of a target service, or several with commas: host:port, unix:path, ipv4:a:port,b:port; "
+        "each address of a name, as in dns:///name:port, is a replica",
+    )
+    draft: list[str] = Field(
+        default_factory=list,
+        description="Address of a draft service, or several; or what drafts in this process, the default first: "
+        f"{', '.join(TOKEN_METHODS)}, package.module.Class",
+    )
+    tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
+    target_tls_name: str = Field(
+        default="", description="Name (SAN) that the targets' certificates must have (default: the host of the address)"
+    )
+    draft_tls_name: str = Field(default="", description="The same of the drafts'")
+    listen: Address = "127.0.0.1:50050"
+    tokens: Path | None = Field(
+        default=None, description="YAML file of callers and their bearer tokens: without one nobody is served"
+    )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Gateway processes behind the same addresses, a core for each; what is said of sequences and "
+        "requests below holds for every one of them",
+    )
+    http: str = Field(
+        default="",
+        description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
+    )
+    operator_paths: bool | None = Field(
+        default=None,
+        description="The live page and /metrics at the HTTP address, too (default: if this machine alone reaches it)",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Sites whose pages may ask over HTTP, as https://app.example.com, or several with commas; *: all "
+        "(none)",
+    )
+    max_connection_age_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="After which a gRPC connection takes no new calls, so that its client connects again; 0: never",
+    )
+    num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
+    draft_tokens_by_batch: str = Field(
+        default="", description="Tokens drafted by the number of running sequences, as in 1-4:8,5-16:4,17-64:0"
+    )
+    disable_by_batch_size: int | None = Field(
+        default=None, ge=1, description="Running sequences above which nothing is drafted"
+    )
+    mode: Literal["auto", "sequential", "chains", "branches"] = Field(
+        default="auto",
+        description="How far the draft runs ahead: sequential, chains, branches, or auto: chosen for each request, "
+        "and off where it does not pay",
+    )
+    draft_patience_ms: int = Field(
+        default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
+    )
+    untrusted_draft: bool = Field(
+        default=False,
+        description="Believe no draft: under rejection its weights are ignored, and it is not told the request's seed",
+    )
+    canary_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds between two runs of the canary, a prompt by which targets of equal arithmetic are held "
+        "against one another; 0: none",
+    )
+    max_active: int = Field(default=64, ge=1, description="Sequences (prompts times n) that run at once")
+    max_waiting: int = Field(default=960, ge=0, description="Sequences that may wait; more are refused")
+    max_admitted_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of prompts and max_tokens that run and wait together; not given: half a context for each "
+        "sequence that may",
+    )
+    caller_share: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="How much one caller may take of the sequences, tokens and gRPC calls that others leave; callers "
+        "are told apart by their credential (see tokens), else by their salt (not of calls), else by their host",
+    )
+    max_request_bytes: int = Field(
+        default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
+    )
+    max_media_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_MEDIA_BYTES,
+        description="Most bytes of a request's pictures, beside what max_request_bytes allows; 0: none are taken",
+    )
+    max_media_pixels: int = Field(
+        default=MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="Most pixels of a request's pictures, all together"
+    )
+    media_folder: Path | None = Field(
+        default=None, description="Folder below which requests may name files as their pictures (not given: none)"
+    )
+    max_logprobs: int = Field(
+        default=MAX_LOGPROBS,
+        ge=ALL_LOGPROBS,
+        description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
+    )
+    model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
+    tool_parser: str = Field(
+        default=AUTO,
+        description=f"How the model writes calls of tools; auto: as its chat template does; or {', '.join(FORMATS)}",
+    )
+    reasoning_parser: str = Field(
+        default=AUTO,
+        description="How the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
+        f"name: {', '.join(MARKERS)}",
+    )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Take chat templates that requests over HTTP bring; who writes one writes control tokens, too",
+    )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Before that, how long new requests are taken though readiness is off, until balancers know",
+    )
+    sse_keep_alive_s: float = Field(
+        default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
+    )
+    stall_s: float = Field(
+        default=60.0, gt=0, description="How long a client may read nothing while more is held back for it"
+    )
+    log_requests: Literal["off", "counts", "prompts"] = Field(
+        default="off",
+        description="A line of the log for each request at its end: id, trace, counts and outcome; its prompt, too",
+    )
+    trace_rounds: int = Field(
+        default=MAX_TRACED_ROUNDS,
+        ge=0,
+        description="Rounds of a completion that have spans of their own in its trace; one span sums up all further",
+    )
+    vllm_metrics: VllmMetrics = False
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none", description="Say in each answer over HTTP, as vLLM does, what became of its drafts"
+    )
+    enable_per_request_metrics: bool = Field(
+        default=False, description="Say in each answer over HTTP, as vLLM does, when its tokens came"
+    )
+    trust_traceparent: bool = Field(
+        default=False, description="Go on with a client's trace, and record what it says is recorded"
+    )
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Tokens drafted by batch size. ValueError where the flag cannot be read."""
+        most = MAX_DRAFT_TOKENS if self.draft_tokens_by_batch else self.num_draft_tokens
+        return BatchSchedule.parse(self.draft_tokens_by_batch, most, self.disable_by_batch_size)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest request over gRPC, pictures included."""
+        return self.max_request_bytes + self.max_media_bytes
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request over HTTP, where pictures are in base64."""
+        return self.max_request_bytes + (self.max_media_bytes + 2) // 3 * 4
+
+    @property
+    def local_methods(self) -> list[str]:
+        """The entries of `draft` that are methods, and no addresses."""
+        return _local_methods(self.draft)
+
+    @field_validator("target", "draft")
+    @classmethod
+    def _check_addresses(cls, given: list[str]) -> list[str]:
+        try:
+            Addresses([] if _local_methods(given) else given)
+        except InvalidArgument as error:
+            raise ValueError(error.violations[0].problem) from None
+        return given
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _split_origins(cls, given: list[str]) -> list[str]:
+        origins = [part.strip() for text in given for part in text.split(",")]
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", origin):
+                raise ValueError(f"is {origin[:100]!r}; allowed: scheme and host, as https://app.example.com, or *")
+        return origins
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> Self:
+        names = self.local_methods
+        if names and (problem := list_problem(names)):
+            raise ValueError(f"draft {problem}")
+        for name in names:
+            if method_of(check_method(name, self.allow_code)).needs_model:
+                raise ValueError(f"draft: {name} needs a draft service; in this process: {', '.join(TOKEN_METHODS)}")
+        if names and len(names) < sum(text.count(",") + 1 for text in self.draft):
+            raise ValueError(
+                f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_media(self) -> Self:
+        if self.max_message_bytes > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"max_media_bytes is {self.max_media_bytes} beside max_request_bytes of {self.max_request_bytes}; "
+                f"allowed: at most {MAX_MESSAGE_BYTES} together"
+            )
+        if self.media_folder is not None and not (self.max_media_bytes and self.media_folder.is_dir()):
+            problem = "is no folder" if self.max_media_bytes else "is given without max_media_bytes"
+            raise ValueError(f"media_folder {problem}; allowed: a folder, with max_media_bytes above 0")
+        return self
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _check_tool_parser(cls, name: str) -> str:
+        if name not in (AUTO, *FORMATS):
+            raise ValueError(f"is {name[:100]!r}; allowed: {AUTO}, {', '.join(FORMATS)}")
+        return name
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parser(cls, name: str) -> str:
+        if name not in (AUTO, NONE, *MARKERS):
+            raise ValueError(f"is {name[:100]!r}; allowed: {AUTO}, {NONE}, {', '.join(MARKERS)}")
+        return name
+
+    @field_validator("draft_tokens_by_batch")
+    @classmethod
+    def _check_schedule(cls, text: str) -> str:
+        BatchSchedule.parse(text, MAX_DRAFT_TOKENS, None)
+        return text
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.processes > 1 and self.listen.startswith("unix:"):
+            raise ValueError(f"processes: {self.processes} cannot share {self.listen}; allowed: HOST:PORT or :PORT")
+        if self.processes > 1 and sys.platform != "linux":
+            raise ValueError(f"processes: {self.processes} share a port on Linux alone; allowed here: 1")
+        return self
+
+
+def _local_methods(given: Sequence[str]) -> list[str]:
+    parts = [part.strip() for text in given for part in text.split(",")]
+    return [part for part in parts if part in METHODS or is_class(part)]
