@@ -440,19 +440,19 @@ def test_a_gpus_memory_is_shared_out(tiny_pair: TinyPair, monkeypatch: pytest.Mo
     import torch
 
     from outrider.engine.loader import load_model
-    from outrider.llm import local
+    from outrider.llm import memory
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 << 20, 1000 << 20))
     arguments = EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.5})
-    left = local._cache_bytes(arguments, "cuda", 20 << 20)
+    left = memory.cache_bytes(arguments, "cuda", 20 << 20)
     assert left == (500 - 300 - 50 - 20) << 20
     with pytest.raises(ValueError, match="leaves no memory"):
-        local._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
+        memory.cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
     target, draft = load_model(tiny_pair.target), load_model(tiny_pair.draft)  # two layers and one
     per_layer = 2 * 2 * 16 * 4 * 16
-    assert local._num_blocks(target, None, 10 * per_layer, arguments) == 5
-    assert local._num_blocks(target, draft, 10 * per_layer, arguments) == 3
-    assert local._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
+    assert memory.num_blocks(target, None, 10 * per_layer, arguments) == 5
+    assert memory.num_blocks(target, draft, 10 * per_layer, arguments) == 3
+    assert memory.num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
 
 
 def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:

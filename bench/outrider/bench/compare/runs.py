@@ -22,7 +22,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Verifier
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.llm.local import LocalTarget
+from outrider.llm.services import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
 from outrider.rpc.pair import check_pair
