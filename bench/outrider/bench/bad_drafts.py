@@ -98,7 +98,7 @@ Start = Callable[[Services, Path], str]  # starts a target, a bad draft and a ga
 def by_method(bad: type[Constant], services: Services, target: Path) -> str:
     """A draft service with a method that is bad."""
     name = f"outrider.bench.bad_drafts.{bad.__name__}"  # not __main__'s: the draft service imports it
-    return _served(services, target=target, method=name, allow_code=True)
+    return _served(services, target, {"method": name, "allow_code": True})
 
 
 def not_numbers(tensor: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ def harmed(draft: Path, folder: Path, harm: Callable[[torch.Tensor], None]) -> P
 def by_weights(draft: Path, harm: Callable[[torch.Tensor], None], services: Services, target: Path) -> str:
     """A draft whose weights are what is bad; once it is loaded, nothing reads them again."""
     with tempfile.TemporaryDirectory() as folder:
-        return _served(services, target=target, draft=str(harmed(draft, Path(folder) / "draft", harm)))
+        return _served(services, target, {"model": harmed(draft, Path(folder) / "draft", harm)})
 
 
 @contextmanager
@@ -145,9 +145,13 @@ def scripted(script: str, target: str) -> Iterator[str]:
             process.terminate()
 
 
-def _served(services: Services, **options: Any) -> str:
-    settings = ServeSettings.model_validate({**options, "listen": LOOPBACK})
-    return start(services, settings, lambda _: None).gateway.address
+def _served(services: Services, target: Path, draft: dict[str, Any]) -> str:
+    return start(services, _settings(target, draft), lambda _: None).gateway.address
+
+
+def _settings(target: Path, draft: dict[str, Any]) -> ServeSettings:
+    own = {"target": {"model": target}, "draft": draft, "gateway": {"listen": LOOPBACK}}
+    return ServeSettings.model_validate(own)
 
 
 @contextmanager
@@ -157,7 +161,7 @@ def served(bad: str | Start, target: Path) -> Iterator[str]:
         if not isinstance(bad, str):
             yield bad(services, target)
             return
-        settings = ServeSettings.model_validate({"target": target, "method": "ngram", "listen": LOOPBACK})
+        settings = _settings(target, {"method": "ngram"})
         at = services.wait(services.start("target", settings.target_arguments()), settings.start_timeout)
         with scripted(bad, at) as draft:
             gateway = services.start("gateway", settings.gateway_arguments(at, draft))

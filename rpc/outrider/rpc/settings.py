@@ -395,9 +395,10 @@ def _build_parser(
         title = "needed first" if option.name in model.first else option.subject
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add(groups[title], option, is_shown=shows_all or option.name in model.first)
+        text = _help(option, {one.name: one for one in known})
+        _add(groups[title], option, text if shows_all or option.name in model.first else argparse.SUPPRESS)
     for option in former_options(model).values():
-        _add(parser, option, is_shown=False)
+        _add(parser, option, argparse.SUPPRESS)
     return parser
 
 
@@ -406,8 +407,7 @@ def _by_need(known: Sequence[Option], first: Sequence[str]) -> list[Option]:
     return sorted(known, key=lambda option: first.index(option.name) if option.name in first else len(first))
 
 
-def _add(group: Any, option: Option, *, is_shown: bool) -> None:
-    text = _help(option) if is_shown else argparse.SUPPRESS
+def _add(group: Any, option: Option, text: str) -> None:
     if option.kind is bool:
         group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
         return
@@ -415,14 +415,14 @@ def _add(group: Any, option: Option, *, is_shown: bool) -> None:
     group.add_argument(option.flag, dest=option.name, action=action, metavar=_metavar(option), help=text)
 
 
-def _help(option: Option) -> str:
+def _help(option: Option, known: Mapping[str, Option]) -> str:
     notes = ["required"] if option.field.is_required() and not option.outside else []
     default = None if option.field.is_required() else option.field.get_default(call_default_factory=True)
     if option.repeats:
         notes.append("may be repeated")
     if shown := _show(default):
         notes.append(f"default: {shown}")
-    text = (option.field.description or "").rstrip(".")
+    text = _with_full_flags((option.field.description or "").rstrip("."), option.path[: option.outside], known)
     return (f"{text} ({', '.join(notes)})" if notes else text).replace("%", "%%")
 
 

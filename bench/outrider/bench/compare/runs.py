@@ -172,11 +172,11 @@ async def serving(
         drafts = {
             method: services.start("draft", each.draft_arguments())
             for method, each in settings
-            if each.has_draft and not (place.local and method.is_local)
+            if each.draft is not None and not (place.local and method.is_local)
         }
         for service in drafts.values():
             await asyncio.to_thread(services.wait, service, common.start_timeout)
-        tokenizer = Tokenizer.load(common.target_folder)
+        tokenizer = Tokenizer.load(common.target.model)
         config = EngineConfig(num_draft_tokens=options.num_draft_tokens, max_draft_tokens=options.num_draft_tokens)
         engines: Engines = {None: GenerationEngine(tokenizer, targets, config=config)}
         for method, each in settings:
@@ -190,7 +190,8 @@ async def serving(
         for method, service in drafts.items():
             pool = await stack.enter_async_context(RemoteDrafts([service.address]))
             await asyncio.wait_for(pool.wait_usable(), common.start_timeout)
-            if pool.info is not None and dict(settings)[method].draft_folder is not None:
+            own_draft = dict(settings)[method].draft
+            if pool.info is not None and own_draft is not None and own_draft.model is not None:
                 check_pair(targets.info.model, pool.info.model)
             engines[method] = GenerationEngine(tokenizer, targets, pool, config)
         yield engines
@@ -198,7 +199,7 @@ async def serving(
 
 @asynccontextmanager
 async def _target(services: Services, settings: ServeSettings, place: Place) -> AsyncIterator[Verifier]:
-    arguments = [*settings.target_arguments(), *(["--expand"] if place.expand else [])]
+    arguments = settings.target_arguments(expand=place.expand or None)
     if place.in_process:
         own = parse_settings(TargetSettings, arguments[1:], "target", "")
         loaded = load_target(own)
@@ -213,11 +214,17 @@ async def _target(services: Services, settings: ServeSettings, place: Place) -> 
         yield targets
 
 
-def services_of(common: Mapping[str, object], method: Method, draft: str) -> ServeSettings:
+def services_of(
+    common: Mapping[str, object], target: Mapping[str, object], method: Method, draft: str
+) -> ServeSettings:
     """What `outrider serve` would start for a method; `draft` is its model's or head's folder, where it is not the
     pair's draft."""
-    model = {"head": draft or None} if method.is_head else {"draft": draft}
-    return ServeSettings.model_validate({**common, "method": ",".join(method.parts), **model, "listen": LOOPBACK})
+    services: dict[str, object] = {"target": target, "gateway": {"listen": LOOPBACK}}
+    if method.is_head:
+        services["target"] = {**target, "head": draft or method.name}
+    else:
+        services["draft"] = {"method": ",".join(method.parts), "model": draft or None}
+    return ServeSettings.model_validate({**common, **services})
 
 
 async def measure(
