@@ -155,14 +155,14 @@ def test_a_head_without_a_draft(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", pair_path().heads)
 def test_every_head_of_the_pair(method: str, tmp_path: Path) -> None:
     said = succeed(
-        "demo", "--target.head", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",
+        "demo", "--draft.method", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",
         str(tmp_path / "trace.jsonl"),
     )  # fmt: skip
     assert re.search(r"acceptance +[1-9]", said) and "starting target and gateway" in said
 
 
 def test_a_head_that_the_pair_has_not_is_one_line() -> None:
-    done = outrider("demo", "--target.head", "eagle")
+    done = outrider("demo", "--draft.method", "eagle")
     assert done.returncode == 2 and "the embedded pair 'python' has no head 'eagle'; there are: " in done.stderr
 
 

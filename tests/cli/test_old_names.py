@@ -12,7 +12,6 @@ from outrider.cli.colocated import ColocatedSettings
 from outrider.cli.demo import DemoSettings
 from outrider.cli.serve import ServeSettings
 from outrider.cli.terminal import parse
-from outrider.proposers.registry import HEADS
 from outrider.rpc.settings import ServiceSettings, former_options, load_settings, options
 
 COMMANDS: dict[str, type[ServiceSettings]] = {
@@ -94,11 +93,11 @@ def test_every_way_to_give_it(command: str, name: str, tmp_path: Path) -> None:
             assert getattr(known[one], shown) in warning.partition(" is now ")[2]
 
 
-def test_a_method_and_a_draft_by_what_they_are() -> None:
-    serve = ServeSettings
-    assert serve.renamed("method", "ngram") == serve.renamed("draft", "ngram") == ("draft.method",)
-    assert {serve.renamed("method", name) for name in HEADS} == {("target.head",)}
-    assert serve.renamed("draft", "models/small") == ("draft.model",)
+def test_a_draft_by_what_it_is() -> None:
+    assert (
+        ServeSettings.renamed("draft", "ngram") == ServeSettings.renamed("draft", "suffix,ngram") == ("draft.method",)
+    )
+    assert ServeSettings.renamed("draft", "models/small") == ("draft.model",)
 
 
 def test_the_head_s_folder_comes_before_the_name_of_its_method() -> None:

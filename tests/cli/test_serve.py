@@ -227,9 +227,9 @@ def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
         (("nowhere",), 2, "give --draft.model DIR, or --draft.method ngram, which needs no model"),
         (("--draft.model", "somewhere"), 2, "give a target with this draft"),
         (("--pair", "cobol"), 2, "no embedded pair 'cobol'"),
-        (("large", "--target.head", "eagle3"), 2, "give --target.head DIR, the folder of the eagle3 head"),
+        (("large", "--draft.method", "eagle3"), 2, "give --target.head DIR, the folder of the eagle3 head"),
         (("large", "--target.head", "x", "--draft.method", "pard"), 2, "give --draft.model DIR"),
-        (("--target.head", "eagle"), 2, "the embedded pair 'python' has no head 'eagle'; there are: "),
+        (("--draft.method", "eagle"), 2, "the embedded pair 'python' has no head 'eagle'; there are: "),
         (
             ("--draft.method", "ngram", "--speculative-token-tree", "[(0,)]"),
             2,
@@ -284,7 +284,7 @@ def test_the_embedded_pair_is_served_by_its_name() -> None:
     pair, own = pair_path(), settings().located()
     assert settings("python").located().target_arguments() == own.target_arguments()
     assert settings("python").located().draft_arguments() == own.draft_arguments()
-    assert settings("python", "--target.head", "eagle3").target.head == pair.heads["eagle3"]
+    assert settings("python", "--draft.method", "eagle3").target.head == pair.heads["eagle3"]
     assert draft_of("python", "--draft.method", "pard").model == pair.pard
     beside = settings("python", "--draft.model", "python").located()
     assert beside.target.model == pair.target and beside.draft is not None and beside.draft.model == pair.draft
@@ -385,7 +385,7 @@ def test_a_head_drafts_without_a_draft_service(monkeypatch: pytest.MonkeyPatch) 
         settings("--target.head", "head", "--draft.method", "suffix"),
     ):
         assert both.draft is not None and "--head=head" in both.target_arguments()
-    assert settings("large", "--target.head", "mtp").target.head == Path("large")
+    assert settings("large", "--draft.method", "mtp").target.head == Path("large")
     tree = ("--speculative-token-tree", "[(0,), (1,)]")
     of_head = settings("large", "--target.head", "head", *tree)
     of_draft = settings("large", "--draft.model", "small", *tree)
@@ -394,7 +394,7 @@ def test_a_head_drafts_without_a_draft_service(monkeypatch: pytest.MonkeyPatch) 
     assert not any("tree" in argument for argument in of_draft.target_arguments())
     assert settings("--target.head", "head").draft is None
     monkeypatch.setattr(PairPaths, "heads", {"medusa": Path("shipped")})
-    of_pair = settings("--target.head", "medusa")
+    of_pair = settings("--draft.method", "medusa")
     assert of_pair.draft is None and of_pair.target.head == Path("shipped")
 
 

@@ -100,7 +100,7 @@ def test_several_in_turn_are_everybodys() -> None:
 def test_a_head_is_no_drafts_method() -> None:
     with pytest.raises(ValidationError, match="eagle3 is a head, which drafts beside the target"):
         DraftSettings(method="eagle3")
-    assert ServeSettings.model_validate({"target": {"head": "eagle3"}}).draft is None
+    assert ServeSettings.model_validate({"draft": {"method": "eagle3"}}).draft is None
 
 
 @pytest.mark.parametrize(

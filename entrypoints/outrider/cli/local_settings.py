@@ -70,9 +70,7 @@ class LocalSettings(ServiceSettings):
 
     @classmethod
     def renamed(cls, name: str, value: Any) -> tuple[str, ...]:
-        """A method is the draft's, or a head's; a draft is the folder of its model, or a method without a model."""
-        if name == "method" and value in HEADS:
-            return ("target.head",)
+        """A draft was the folder of its model, or a method without a model."""
         if name == "draft" and set(split_methods(str(value))) <= set(TOKEN_METHODS):
             return ("draft.method",)
         return super().renamed(name, value)
@@ -88,8 +86,9 @@ class LocalSettings(ServiceSettings):
             pair = named.parent.name  # the pair's name brings what drafts for its target, too
             del target["model"]
         is_pair = not target.get("model")
-        if target.get("head") is not None:
-            target["head"] = _head_folder(target["head"], target.get("model"), pair)
+        if draft.get("method") in HEADS:
+            target["head"] = target.get("head") or _head_by(draft["method"], target.get("model"), pair)
+            del draft["method"]
         has_draft = _complete_draft(draft, is_pair, pair, has_head=target.get("head") is not None)
         if is_pair:
             target["model"] = pair_path(pair).target
@@ -167,15 +166,14 @@ def _place(settings: TargetSettings | DraftSettings, listen: str) -> dict[str, s
     return {} if "listen" in settings.model_fields_set else {"listen": listen}
 
 
-def _head_folder(head: Any, target: Any, pair: str) -> Any:
-    """The folder of a head, which may be named by its method: the embedded pair's, or the target's own layers."""
-    if str(head) not in HEADS or Path(head).is_dir():
-        return head
+def _head_by(method: str, target: Any, pair: str) -> Any:
+    """The head that is meant by its method alone: the embedded pair's, or the target's own layers. Raises ValueError for
+    another one."""
     if target is None:
-        return pair_path(pair).head_by(str(head))
-    if head == MTP:
+        return pair_path(pair).head_by(method)
+    if method == MTP:
         return target
-    raise ValueError(f"give --target.head DIR, the folder of the {head} head")
+    raise ValueError(f"give --target.head DIR, the folder of the {method} head")
 
 
 def _complete_draft(draft: dict[str, Any], is_pair: bool, pair: str, *, has_head: bool) -> bool:

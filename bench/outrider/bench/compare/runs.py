@@ -219,12 +219,12 @@ def services_of(
 ) -> ServeSettings:
     """What `outrider serve` would start for a method; `draft` is its model's or head's folder, where it is not the
     pair's draft."""
-    services: dict[str, object] = {"target": target, "gateway": {"listen": LOOPBACK}}
-    if method.is_head:
-        services["target"] = {**target, "head": draft or method.name}
-    else:
-        services["draft"] = {"method": ",".join(method.parts), "model": draft or None}
-    return ServeSettings.model_validate({**common, **services})
+    of_draft: dict[str, object] = {"method": ",".join(method.parts)}
+    of_head = {"head": draft or None} if method.is_head else {}
+    own = {"target": {**target, **of_head}, "draft": of_draft, "gateway": {"listen": LOOPBACK}}
+    if not method.is_head:
+        of_draft["model"] = draft or None
+    return ServeSettings.model_validate({**common, **own})
 
 
 async def measure(
