@@ -167,8 +167,8 @@ def _place(settings: TargetSettings | DraftSettings, listen: str) -> dict[str, s
 
 
 def _head_by(method: str, target: Any, pair: str) -> Any:
-    """The head that is meant by its method alone: the embedded pair's, or the target's own layers. Raises ValueError for
-    another one."""
+    """The head that a method alone means: the embedded pair's, or the target's own layers. Raises ValueError for any
+    other."""
     if target is None:
         return pair_path(pair).head_by(method)
     if method == MTP:
