@@ -20,7 +20,7 @@ ONE_EACH := $(subst OMP_NUM_THREADS=2,OMP_NUM_THREADS=1,$(QUIET))
 # may hold spaces and quotes.
 given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
-DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
+DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
 .PHONY: help demo test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean

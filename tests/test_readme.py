@@ -100,7 +100,7 @@ def handed_on(command: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("method", METHODS)
 def test_make_hands_the_method_on(method: str, tmp_path: Path) -> None:
     """The demo with it: tests/cli/test_demo.py."""
-    assert handed_on(f"make demo METHOD={method}", tmp_path) == ["demo", f"--method={method}"]
+    assert handed_on(f"make demo METHOD={method}", tmp_path) == ["demo", f"--draft.method={method}"]
 
 
 @pytest.mark.parametrize("command", [command for command in MAKE if command not in {"make demo", *BY_CI}])

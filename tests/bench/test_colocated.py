@@ -35,7 +35,8 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def test_one_process_serves_what_the_services_serve(folders: list[Path]) -> None:
     prompt = list(range(10, 40))
-    arguments = ["--target", str(folders[0]), "--draft", str(folders[1]), "--listen", "127.0.0.1:0", "--threads", "1"]
+    arguments = ["--target.model", str(folders[0]), "--draft.model", str(folders[1]), "--listen", "127.0.0.1:0"]
+    arguments += ["--target.threads", "1", "--draft.threads", "1"]
     with Services() as services:
         server = services.start("colocated", ["colocated", *arguments, "--grace-s", "0"])
         services.wait(server, START_S)
@@ -60,6 +61,8 @@ def test_models_that_are_no_pair_are_refused_by_name(folders: list[Path]) -> Non
     (folders[1] / "tokenizer.json").unlink()
     Tokenizer(WordLevel({"¿": 0}, unk_token="¿")).save(str(folders[1] / "tokenizer.json"))
     with Services() as services:
-        server = services.start("colocated", ["colocated", "--target", str(folders[0]), "--draft", str(folders[1])])
+        server = services.start(
+            "colocated", ["colocated", "--target.model", str(folders[0]), "--draft.model", str(folders[1])]
+        )
         with pytest.raises(ServiceFailed, match=r"(?s)ended with status 2.*no token in common"):
             services.wait(server, START_S)

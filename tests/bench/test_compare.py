@@ -153,9 +153,10 @@ def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
 
     shipped = [name for name in HEADS if name in pair_path().heads]
     assert [method.name for method in settings().chosen] == [*METHODS, *shipped]
-    assert {settings.drafts_by for _, settings in settings().served()} == {*METHODS, *shipped}
+    drafting = [served.draft.method if served.draft else served.target.head for _, served in settings().served()]
+    assert drafting == [*METHODS, *(pair_path().heads[name] for name in shipped)]
     head = dict(settings(methods="eagle", draft=["eagle=x"]).served())[Method("eagle")]
-    assert head.head_folder == Path("x") and not head.has_draft and head.target_folder == pair_path().target
+    assert head.target.head == Path("x") and head.draft is None and head.target.model == pair_path().target
     with pytest.raises(ValueError, match="names 'eagle3', which drafts beside the target; allowed: that alone"):
         settings(methods="suffix+eagle3")
     with pytest.raises(ValueError, match="the embedded pair 'python' has no head 'eagle'; there are: "):
@@ -169,7 +170,8 @@ def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
     assert {method.name for method in own.chosen} == {*TOKEN_METHODS}
     draft = pair_path().draft
     served = dict(settings(target=folder, methods="draft_model", draft=[str(draft)]).served())
-    assert served[Method("draft_model")].draft_folder == draft
+    by_model = served[Method("draft_model")].draft
+    assert by_model is not None and by_model.model == draft
     with pytest.raises(ValueError, match="draft_model drafts with a model: give --draft"):
         settings(target=folder, methods="draft_model").served()
     with pytest.raises(ValueError, match="draft: ngram drafts without a model"):

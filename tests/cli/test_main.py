@@ -170,7 +170,14 @@ SECTIONS = {
     "serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "compare": CompareSettings,
     "bench serve": LoadSettings,
 }  # fmt: skip
-ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file
+ELSEWHERE = {
+    "--trace-file",
+    "--json",
+    "--help-all",
+    "--max-rows",
+    "--threads",
+    "--draft-cache-mb",
+}  # of the services, short, former
 
 
 @pytest.fixture(scope="module")
@@ -188,5 +195,5 @@ def test_every_flag_exists(text: str, name: str, model: type[ServiceSettings]) -
     section = text.partition(f"\n## outrider {name}\n")[2].partition("\n## ")[0]
     flags = {option.flag.replace("--", "--no-") for option in options(model) if option.kind is bool}
     flags |= {option.flag for option in options(model)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", section))
     assert named and named - flags <= ELSEWHERE

@@ -120,7 +120,7 @@ def test_to_the_first_call_from_go(tmp_path: Path) -> None:
     (*installs, serve), buf, go = blocks()
     assert installs == INSTALLS
     log = tmp_path / "serve.log"
-    own = {"OUTRIDER_SERVE__LISTEN": "127.0.0.1:0", "OUTRIDER_SERVE__THREADS": "1", "OUTRIDER_SERVE__PLAIN": "true"}
+    own = {"OUTRIDER_GATEWAY__LISTEN": "127.0.0.1:0", "OUTRIDER_TARGET__THREADS": "1", "OUTRIDER_SERVE__PLAIN": "true"}
     with log.open("w") as out:
         command = ["bash", "-c", serve.replace("outrider serve", "exec outrider serve")]
         server = subprocess.Popen(command, env=ENVIRONMENT | own, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

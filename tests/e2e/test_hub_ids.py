@@ -40,8 +40,9 @@ def test_services_and_commands(hub: Path, capsys: pytest.CaptureFixture[str]) ->
     draft = draft_boot.located(DraftSettings(model=Path(f"{DRAFT}@main")))
     assert draft.model == snapshot(hub, "small")
     assert load_tokenizer(Path(TARGET)).num_tokens == load_tokenizer(pair_path().target).num_tokens
-    served = ServeSettings(target=Path(TARGET), draft=DRAFT).located()
-    assert (served.target_folder, served.draft_folder) == (snapshot(hub, "large"), snapshot(hub, "small"))
+    served = ServeSettings.model_validate({"target": {"model": TARGET}, "draft": {"model": DRAFT}}).located()
+    assert served.draft is not None
+    assert (served.target.model, served.draft.model) == (snapshot(hub, "large"), snapshot(hub, "small"))
     assert check_pair(["--target", TARGET, "--draft", DRAFT]) == 0 and "identical" in capsys.readouterr().out
 
 

@@ -82,8 +82,8 @@ async def target() -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def drafting(method: str, target: Target) -> AsyncIterator[Draft]:
-    """By the service that `outrider serve --method METHOD` would start."""
-    served = ServeSettings(method=method, draft_threads=1, draft_cache_mb=16, **EAGER)
+    """By the service that `outrider serve --draft.method METHOD` would start."""
+    served = ServeSettings.model_validate({"draft": {"method": method, "threads": 1, "cache_mb": 16, **EAGER}})
     service = await start_draft(parse_settings(DraftSettings, served.draft_arguments()[1:], "draft", ""))
     await service.server.start()
     async with RemoteDrafts([service.server.address]) as pool:

@@ -173,10 +173,19 @@ def served(secured: Secured, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder, authority = tmp_path_factory.mktemp("served"), secured.authority
     (folder / "tokens.yaml").write_text(f"alice: {TOKEN}\n")
     (folder / "token").write_text(f"{TOKEN}\n")
-    tls = shown(authority.issue("served", ca=authority.path))
-    flags = ["--http", "127.0.0.1:0", "--tokens", str(folder / "tokens.yaml"), "--tls-client-name", "client.example"]
+    of_gateway = ("--gateway.tls-cert", "--gateway.tls-key", "--gateway.tls-client-ca")
+    tls = shown(authority.issue("served", ca=authority.path), of_gateway)
+    flags = [
+        "--gateway.listen",
+        "127.0.0.1:0",
+        "--gateway.http",
+        "127.0.0.1:0",
+        "--gateway.tokens",
+        str(folder / "tokens.yaml"),
+    ]
+    flags += ["--gateway.tls-client-name", "client.example"]
     with Services() as services:
-        process = services.start("serve", ["serve", str(secured.model), "--draft", "ngram", *LISTEN, *tls, *flags])
+        process = services.start("serve", ["serve", str(secured.model), "--draft.method", "ngram", *tls, *flags])
         end = time.monotonic() + START_S
         while not process.find(re.compile("(Ctrl-C ends)")):
             process.check()

@@ -319,7 +319,7 @@ class Reader:
         *installs, command = block(repository, "sh").splitlines()
         assert installs == INSTALLS
         program, *arguments = shlex.split(command.replace(NAMED, self._address))
-        own = {"OUTRIDER_SERVE__LISTEN": "127.0.0.1:0", "OUTRIDER_SERVE__THREADS": "1"}
+        own = {"OUTRIDER_GATEWAY__LISTEN": "127.0.0.1:0", "OUTRIDER_TARGET__THREADS": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [Path(sys.executable).with_name(program), *arguments],

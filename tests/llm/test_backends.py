@@ -188,7 +188,7 @@ def threads() -> list[threading.Thread]:
 
 def peers_of(made: LLM) -> Any:
     assert isinstance(made._backend, LocalBackend)
-    return made._backend.services
+    return made._backend.target, getattr(made._backend.draft, "service", None)
 
 
 def test_close_ends_the_threads(tiny_pair: TinyPair) -> None:

@@ -42,11 +42,12 @@ from outrider.bench.results import (
 )
 from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import leave_on_signals
-from outrider.cli.serve import MTP, ServeSettings
+from outrider.cli.local_settings import MTP
+from outrider.cli.serve import ServeSettings
 from outrider.pairs import pair_path
 from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate
-from outrider.rpc.settings import ServiceSettings
+from outrider.rpc.settings import ServiceSettings, Threads
 from outrider.target_service.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class CompareSettings(ServiceSettings, EngineSettings):
     seed: int = Field(0, ge=0, description="of the order and the sampling")
     repeats: int = Field(3, ge=1, le=100, description="how often all is measured")
     whole: bool = Field(False, description="each file is one prompt")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
+    threads: Threads = None
     output: Path | None = Field(None, description="file to write the result to, as JSON")
     plot: Path | None = Field(None, description="file to draw the result to, as SVG (with matplotlib)")
     start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
@@ -148,9 +149,10 @@ class CompareSettings(ServiceSettings, EngineSettings):
 
     def served(self) -> list[tuple[Method, ServeSettings]]:
         """The services of every method. Raises ValueError where one lacks its model."""
-        where = {"pair": self.pair} if self.pair else {"target": locate(self.target)}
-        common = {**where, **self.of_engine(), "threads": self.threads, "start_timeout": self.start_timeout}
-        return [(method, services_of(common, method, self._draft_of(method))) for method in self.chosen]
+        model = {} if self.pair else {"model": locate(self.target)}
+        target = {**model, **self.of_engine(), "threads": self.threads}
+        common = {"start_timeout": self.start_timeout} | ({"pair": self.pair} if self.pair else {})
+        return [(method, services_of(common, target, method, self._draft_of(method))) for method in self.chosen]
 
     def _draft_of(self, method: Method) -> str:
         named = [self.drafts[part] for part in method.parts if part in self.drafts]

@@ -25,7 +25,7 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Verifier
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.llm.local import LocalTarget
+from outrider.llm.services import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
 from outrider.rpc.pair import check_pair
@@ -211,11 +211,11 @@ async def serving(
         drafts = {
             method: services.start("draft", each.draft_arguments())
             for method, each in settings
-            if each.has_draft and not (place.local and method.is_local)
+            if each.draft is not None and not (place.local and method.is_local)
         }
         for service in drafts.values():
             await asyncio.to_thread(services.wait, service, common.start_timeout)
-        tokenizer = Tokenizer.load(common.target_folder)
+        tokenizer = Tokenizer.load(common.target.model)
         config = EngineConfig(num_draft_tokens=options.num_draft_tokens, max_draft_tokens=options.num_draft_tokens)
         engines: Engines = {None: GenerationEngine(tokenizer, targets, config=config)}
         for method, each in settings:
@@ -229,7 +229,8 @@ async def serving(
         for method, service in drafts.items():
             pool = await stack.enter_async_context(RemoteDrafts([service.address]))
             await asyncio.wait_for(pool.wait_usable(), common.start_timeout)
-            if pool.info is not None and dict(settings)[method].draft_folder is not None:
+            own_draft = dict(settings)[method].draft
+            if pool.info is not None and own_draft is not None and own_draft.model is not None:
                 check_pair(targets.info.model, pool.info.model)
             engines[method] = GenerationEngine(tokenizer, targets, pool, config)
         yield engines
@@ -237,7 +238,7 @@ async def serving(
 
 @asynccontextmanager
 async def _target(services: Services, settings: ServeSettings, place: Place) -> AsyncIterator[Verifier]:
-    arguments = [*settings.target_arguments(), *(["--expand"] if place.expand else [])]
+    arguments = settings.target_arguments(expand=place.expand or None)
     if place.in_process:
         own = parse_settings(TargetSettings, arguments[1:], "target", "")
         loaded = load_target(own)
@@ -252,11 +253,17 @@ async def _target(services: Services, settings: ServeSettings, place: Place) -> 
         yield targets
 
 
-def services_of(common: Mapping[str, object], method: Method, draft: str) -> ServeSettings:
+def services_of(
+    common: Mapping[str, object], target: Mapping[str, object], method: Method, draft: str
+) -> ServeSettings:
     """What `outrider serve` would start for a method; `draft` is its model's or head's folder, where it is not the
     pair's draft."""
-    model = {"head": draft or None} if method.is_head else {"draft": draft}
-    return ServeSettings.model_validate({**common, "method": ",".join(method.parts), **model, "listen": LOOPBACK})
+    of_draft: dict[str, object] = {"method": ",".join(method.parts)}
+    of_head = {"head": draft or None} if method.is_head else {}
+    own = {"target": {**target, **of_head}, "draft": of_draft, "gateway": {"listen": LOOPBACK}}
+    if not method.is_head:
+        of_draft["model"] = draft or None
+    return ServeSettings.model_validate({**common, **own})
 
 
 async def measure(

@@ -149,18 +149,24 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
     )
 
 
-def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:
-    """Loads the weights of a folder; what it returns gives them their cache."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    loaded = load_model(
-        folder,
+def load_draft(settings: DraftSettings, trust_remote_code: bool = False) -> LoadedModel:
+    """Loads the draft's model. Raises FileNotFoundError where there is no such folder."""
+    if settings.model is None or not settings.model.is_dir():
+        raise FileNotFoundError(f"there is no folder {settings.model}")
+    return load_model(
+        settings.model,
         dtype=settings.dtype,
         quantization=settings.quantization,
         device=settings.device,
         max_model_len=settings.max_model_len,
+        trust_remote_code=trust_remote_code,
         lone_file=True,
     )
+
+
+def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:
+    """Loads the weights of a folder; what it returns gives them their cache."""
+    loaded = load_draft(settings.model_copy(update={"model": folder}))
     vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
     adapters = {name: load_adapter(path, loaded.model, loaded.digest) for name, path in settings.adapters.items()}
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.hub import locate
-from outrider.rpc.settings import ServiceSettings, options, parse_settings
+from outrider.rpc.settings import ServiceSettings, former_options, options, parse_settings
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -92,7 +92,7 @@ def parse(
 ) -> S:
     """The settings of a command line whose bare arguments are the settings `bare`, in order: `generate "Hi"` is
     `generate --prompt=Hi`. `short` are flags that stand for others."""
-    example = " ".join([prog, *(name.upper() for name in bare)])
+    example = " ".join([prog, *(name.partition(".")[0].upper() for name in bare)])
     wanted = {name: f"give the {name}, as in {example}" for name in bare}
     return parse_settings(cls, name_bare(cls, argv, bare, short or {}), prog, description, wanted)
 
@@ -101,7 +101,8 @@ def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], 
     """The command line with its bare arguments as flags. What follows `--` is bare, too; more than there are names
     stay as they are, for the parser to refuse; the last name takes all of them if it is a list's."""
     listed = {option.flag for option in options(model) if option.repeats}
-    with_value = {"--config"} | {option.flag for option in options(model) if option.kind is not bool}
+    every = [*options(model), *former_options(model).values()]
+    with_value = {"--config"} | {option.flag for option in every if option.kind is not bool}
     names = [f"--{name.replace('_', '-')}" for name in bare]
 
     def name(value: str) -> str:

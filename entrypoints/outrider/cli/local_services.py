@@ -18,11 +18,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from pydantic import Field
-
 from outrider.client import Client
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.settings import ServiceSettings
 
 LISTENING = re.compile(r"^\S+ listening on (\S+)$", re.MULTILINE)
 PEERS = re.compile(r"^gateway has (its peers)$", re.MULTILINE)  # it shows so to whoever may not ask it
@@ -171,12 +168,13 @@ class Services:
 
 
 def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) -> None:
-    """Returns when the gateway knows a target and a draft; `check` is called while it does not. Raises TimeoutError."""
+    """Waits for a target and a draft, as `wait_for_peers` does."""
     wait_for_peers(address, timeout_s, check, with_draft=True)
 
 
 def wait_for_peers(address: str, timeout_s: float, check: Callable[[], None], with_draft: bool) -> None:
-    """Returns when the gateway knows a target, and a draft where there is one. Raises TimeoutError."""
+    """Returns when the gateway knows a target and, `with_draft`, a draft; `check` is called while it does not. Raises
+    TimeoutError."""
     asyncio.run(_wait(address, time.monotonic() + timeout_s, check, with_draft))
 
 
@@ -205,15 +203,6 @@ class Folders:
 
     target: Path
     draft: Path
-
-
-class LocalSettings(ServiceSettings):
-    """What the commands that start services have in common."""
-
-    pair: str = Field("python", description="the embedded pair")
-    plain: bool = Field(False, description="no colours, and no progress bars")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
-    start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
 
 
 def leave_on_signals() -> None:

@@ -15,7 +15,9 @@ from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.server import require_free, serve_until_signal
-from outrider.rpc.settings import parse_settings
+from outrider.rpc.settings import (
+    parse_settings,
+)
 from outrider.rpc.telemetry import setup_tracing
 
 SWITCH_INTERVAL_S = 0.0005  # of threads: the event loop gets its turn soon

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -29,8 +29,7 @@ from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
-from outrider.rpc.settings import Address, PeerSettings, ServerSettings, VllmMetrics
-from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.settings import Address, MaxLogprobs, Mode, NumDraftTokens, PeerSettings, ServerSettings, VllmMetrics
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 
@@ -39,154 +38,168 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
 
     section: ClassVar[str] = "gateway"
     exposed: ClassVar[tuple[str, ...]] = ("listen", "http")
+    subjects: ClassVar[Mapping[str, str]] = {
+        "target": "peers",
+        "listen": "serving",
+        "operator_paths": "HTTP",
+        "tokens": "callers",
+        "num_draft_tokens": "speculation",
+        "max_active": "admission",
+        "max_logprobs": "what requests may ask for",
+        "model_name": "model and text",
+        "log_requests": "traces and logs",
+        "canary_s": "watching",
+        "target_tls_name": "TLS to what is called",
+    }
+    first: ClassVar[tuple[str, ...]] = (
+        "target", "draft", "tokenizer", "listen", "http", "tokens", "num_draft_tokens", "mode", "max_waiting",
+        "metrics",
+    )  # fmt: skip
 
     target: list[str] = Field(
         min_length=1,
-        description="Address of a target service, or several with commas: host:port, unix:path, ipv4:a:port,b:port; "
+        description="address of a target service, or several with commas: host:port, unix:path, ipv4:a:port,b:port; "
         "each address of a name, as in dns:///name:port, is a replica",
     )
     draft: list[str] = Field(
         default_factory=list,
-        description="Address of a draft service, or several; or what drafts in this process, the default first: "
+        description="address of a draft service, or several; or what drafts in this process, the default first: "
         f"{', '.join(TOKEN_METHODS)}, package.module.Class",
     )
-    tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
-    target_tls_name: str = Field(
-        default="", description="Name (SAN) that the targets' certificates must have (default: the host of the address)"
-    )
-    draft_tls_name: str = Field(default="", description="The same of the drafts'")
+    tokenizer: Path = Field(description="folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
     listen: Address = "127.0.0.1:50050"
-    tokens: Path | None = Field(
-        default=None, description="YAML file of callers and their bearer tokens: without one nobody is served"
+    http: str = Field(
+        default="",
+        description="address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
     )
     processes: int = Field(
         default=1,
         ge=1,
         le=256,
-        description="Gateway processes behind the same addresses, a core for each; what is said of sequences and "
-        "requests below holds for every one of them",
-    )
-    http: str = Field(
-        default="",
-        description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
-    )
-    operator_paths: bool | None = Field(
-        default=None,
-        description="The live page and /metrics at the HTTP address, too (default: if this machine alone reaches it)",
-    )
-    allowed_origins: list[str] = Field(
-        default_factory=list,
-        description="Sites whose pages may ask over HTTP, as https://app.example.com, or several with commas; *: all "
-        "(none)",
+        description="gateway processes behind the same addresses, a core for each; bounds of sequences and requests "
+        "hold for every one of them",
     )
     max_connection_age_s: float = Field(
         default=0.0,
         ge=0,
-        description="After which a gRPC connection takes no new calls, so that its client connects again; 0: never",
+        description="seconds after which a gRPC connection takes no new calls, so that its client connects again; "
+        "0: never",
     )
-    num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds after SIGTERM, before grace-s, in which new requests are still taken though readiness is "
+        "off, until balancers know",
+    )
+    stall_s: float = Field(
+        default=60.0, gt=0, description="seconds that a client may read nothing while more is held back for it"
+    )
+    operator_paths: bool | None = Field(
+        default=None,
+        description="the live page and /metrics at the HTTP address, too (default: if this machine alone reaches it)",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="sites whose pages may ask over HTTP, as https://app.example.com, or several with commas; *: all; "
+        "not given: none",
+    )
+    sse_keep_alive_s: float = Field(
+        default=15.0, ge=0, description="seconds of silence after which a stream over HTTP gets a comment; 0: never"
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none", description="say in each answer over HTTP, as vLLM does, what became of its drafts"
+    )
+    enable_per_request_metrics: bool = Field(
+        default=False, description="say in each answer over HTTP, as vLLM does, when its tokens came"
+    )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="take chat templates that requests over HTTP bring; who writes one writes control tokens, too",
+    )
+    tokens: Path | None = Field(
+        default=None, description="YAML file of callers and their bearer tokens: without one nobody is served"
+    )
+    num_draft_tokens: NumDraftTokens = 4
     draft_tokens_by_batch: str = Field(
-        default="", description="Tokens drafted by the number of running sequences, as in 1-4:8,5-16:4,17-64:0"
+        default="", description="tokens drafted by the number of running sequences, as in 1-4:8,5-16:4,17-64:0"
     )
     disable_by_batch_size: int | None = Field(
-        default=None, ge=1, description="Running sequences above which nothing is drafted"
+        default=None, ge=1, description="running sequences above which nothing is drafted"
     )
-    mode: Literal["auto", "sequential", "chains", "branches"] = Field(
-        default="auto",
-        description="How far the draft runs ahead: sequential, chains, branches, or auto: chosen for each request, "
-        "and off where it does not pay",
-    )
+    mode: Mode = "auto"
     draft_patience_ms: int = Field(
-        default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
+        default=500, ge=0, le=MAX_PATIENCE_MS, description="milliseconds that a round waits for its draft, at most"
     )
     untrusted_draft: bool = Field(
         default=False,
-        description="Believe no draft: under rejection its weights are ignored, and it is not told the request's seed",
+        description="believe no draft: under rejection its weights are ignored, and it is not told the request's seed",
     )
-    canary_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Seconds between two runs of the canary, a prompt by which targets of equal arithmetic are held "
-        "against one another; 0: none",
-    )
-    max_active: int = Field(default=64, ge=1, description="Sequences (prompts times n) that run at once")
-    max_waiting: int = Field(default=960, ge=0, description="Sequences that may wait; more are refused")
+    max_active: int = Field(default=64, ge=1, description="sequences (prompts times n) that run at once")
+    max_waiting: int = Field(default=960, ge=0, description="sequences that may wait; more are refused")
     max_admitted_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of prompts and max_tokens that run and wait together; not given: half a context for each "
+        description="tokens of prompts and max_tokens that run and wait together; not given: half a context for each "
         "sequence that may",
     )
     caller_share: float = Field(
         default=0.75,
         gt=0,
         le=1,
-        description="How much one caller may take of the sequences, tokens and gRPC calls that others leave; callers "
+        description="how much one caller may take of the sequences, tokens and gRPC calls that others leave; callers "
         "are told apart by their credential (see tokens), else by their salt (not of calls), else by their host",
     )
     max_request_bytes: int = Field(
-        default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
+        default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="largest request, over gRPC or HTTP"
     )
+    max_logprobs: MaxLogprobs = MAX_LOGPROBS
     max_media_bytes: int = Field(
         default=0,
         ge=0,
         le=MAX_MEDIA_BYTES,
-        description="Most bytes of a request's pictures, beside what max_request_bytes allows; 0: none are taken",
+        description="most bytes of a request's pictures, beside what max_request_bytes allows; 0: none are taken",
     )
     max_media_pixels: int = Field(
-        default=MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="Most pixels of a request's pictures, all together"
+        default=MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="most pixels of a request's pictures, all together"
     )
     media_folder: Path | None = Field(
-        default=None, description="Folder below which requests may name files as their pictures (not given: none)"
+        default=None, description="folder below which requests may name files as their pictures (not given: none)"
     )
-    max_logprobs: int = Field(
-        default=MAX_LOGPROBS,
-        ge=ALL_LOGPROBS,
-        description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
-    )
-    model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
+    model_name: str = Field(default="", description="name that the model is served under; empty: the target's")
     tool_parser: str = Field(
         default=AUTO,
-        description=f"How the model writes calls of tools; auto: as its chat template does; or {', '.join(FORMATS)}",
+        description=f"how the model writes calls of tools; auto: as its chat template does; or {', '.join(FORMATS)}",
     )
     reasoning_parser: str = Field(
         default=AUTO,
-        description="How the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
+        description="how the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
         f"name: {', '.join(MARKERS)}",
-    )
-    trust_request_chat_template: bool = Field(
-        default=False,
-        description="Take chat templates that requests over HTTP bring; who writes one writes control tokens, too",
-    )
-    drain_delay_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Before that, how long new requests are taken though readiness is off, until balancers know",
-    )
-    sse_keep_alive_s: float = Field(
-        default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
-    )
-    stall_s: float = Field(
-        default=60.0, gt=0, description="How long a client may read nothing while more is held back for it"
     )
     log_requests: Literal["off", "counts", "prompts"] = Field(
         default="off",
-        description="A line of the log for each request at its end: id, trace, counts and outcome; its prompt, too",
+        description="a line of the log for each request at its end: id, trace, counts and outcome; prompts: and its "
+        "prompt",
     )
     trace_rounds: int = Field(
         default=MAX_TRACED_ROUNDS,
         ge=0,
-        description="Rounds of a completion that have spans of their own in its trace; one span sums up all further",
-    )
-    vllm_metrics: VllmMetrics = False
-    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
-        default="none", description="Say in each answer over HTTP, as vLLM does, what became of its drafts"
-    )
-    enable_per_request_metrics: bool = Field(
-        default=False, description="Say in each answer over HTTP, as vLLM does, when its tokens came"
+        description="rounds of a completion that have spans of their own in its trace; one span sums up all further",
     )
     trust_traceparent: bool = Field(
-        default=False, description="Go on with a client's trace, and record what it says is recorded"
+        default=False, description="go on with a client's trace, and record what it says is recorded"
+    )
+    canary_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds between two runs of the canary, a prompt by which targets of equal arithmetic are held "
+        "against one another; 0: none",
+    )
+    vllm_metrics: VllmMetrics = False
+    target_tls_name: str = Field(
+        default="", description="name (SAN) that the targets' certificates must have (default: the host of the address)"
+    )
+    draft_tls_name: str = Field(
+        default="", description="name (SAN) that the drafts' certificates must have (default: the host of the address)"
     )
 
     @property

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -17,14 +17,14 @@ from outrider.rpc.words.request import split_methods
 
 
 class NgramSettings(BaseModel):
-    """Of prompt lookup."""
+    """What prompt lookup is told."""
 
     prompt_lookup_min: int | None = Field(None, ge=1, description="shortest n-gram that is looked up (default: 5)")
     prompt_lookup_max: int | None = Field(None, ge=1, description="longest n-gram that is looked up (default: 5)")
 
 
 class SuffixSettings(BaseModel):
-    """Of suffix decoding; vLLM's names, but for the store's."""
+    """What suffix decoding is told: vLLM's names, but for the store's."""
 
     suffix_decoding_max_tree_depth: int = Field(
         24, ge=1, le=1024, description="most tokens of a context that is looked up, and of a draft"
@@ -43,12 +43,16 @@ class SuffixSettings(BaseModel):
         None, description="file that keeps the store between two runs: outputs in plain text, its owner's to read"
     )
     suffix_store_minutes: float = Field(
-        5.0, gt=0, description="time between two writes of that file, so much of which a sudden end may lose"
+        5.0,
+        gt=0,
+        description="minutes between two writes of suffix-store-file; a sudden end loses what came since the last",
     )
 
 
 class MethodSettings(NgramSettings, SuffixSettings):
     """What a process is told that drafts: the settings of every method."""
+
+    subjects: ClassVar[Mapping[str, str]] = {"allow_code": "methods without a model"}
 
     allow_code: bool = Field(
         False, description="a method may be package.module.Class: your own class, imported and run in this process"
