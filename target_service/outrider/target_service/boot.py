@@ -30,7 +30,7 @@ from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import CAPABILITIES, OVERCOMMIT, Adapter, DraftMethod, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
@@ -262,12 +262,12 @@ def info_of(
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
     invariant = replace(model, batch_invariant=loaded.model.batch_invariant)
     methods = () if head is None else (method_of(head.name),)
-    return TargetInfo(
+    info = TargetInfo(
         invariant,
         limits.max_window,
         step_costs=step_costs,
         version=metadata.version("outrider"),
         methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
         adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
-        capabilities=(*CAPABILITIES, *capabilities),
     )
+    return replace(info, capabilities=(*info.capabilities, *capabilities))
