@@ -28,7 +28,7 @@ class SpeculationLog:
         self._reset()
 
     def add(self, tally: SpeculationTally) -> None:
-        """One completion has ended."""
+        """Notes that one completion has ended."""
         add_drafts(self._counts, tally)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
@@ -115,12 +115,12 @@ class Samples:
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One measurement."""
+        """Adds one measurement."""
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self.total += seconds
 
     def histogram(self, name: str, labels: Labels) -> Histogram:
-        """Buckets are cumulative."""
+        """The buckets, which are cumulative."""
         bounds = [*map(str, BUCKETS), "+Inf"]
         sums = [sum(self.counts[: index + 1]) for index in range(len(bounds))]
         return Histogram(name, labels, sums[-1], self.total, dict(zip(bounds, sums, strict=True)))
@@ -149,7 +149,7 @@ class Statistics:
         return RequestWatch(self)
 
     def add_end(self, delta: GenerationDelta) -> None:
-        """A completion's last delta."""
+        """Notes the last delta of a completion."""
         self.num_unfinished -= 1
         if delta.finish_reason is None or delta.usage is None:
             return

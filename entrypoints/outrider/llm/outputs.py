@@ -60,7 +60,7 @@ class RequestStateStats:
 
     @classmethod
     def of(cls, times: RequestTimes) -> RequestStateStats:
-        """As far as they have come."""
+        """The outputs as far as they have come."""
         latency = max(0.0, times.first_token - times.arrived)
         arrival = time.time() - (time.monotonic() - times.arrived)
         moments = times.arrived, times.scheduled, times.first_token, times.last_token
@@ -168,5 +168,5 @@ def scores(rows: Sequence[PositionLogprobs], listed: Sequence[Sequence[int]]) ->
 
 
 def finish_name(reason: FinishReason) -> str:
-    """vLLM's word."""
+    """The name that vLLM has for it."""
     return reason.name.lower()
