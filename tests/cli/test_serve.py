@@ -316,8 +316,10 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
         "gateway", "--listen=:1", "--grace-s=2.0", "--target=t:1", "--draft=d:2", "--tokenizer=large", "--insecure",
         "--mode=chains",
     ])  # fmt: skip
-    own = settings("large", "--draft.model", "small", "--draft.listen", ":7", "--gateway.processes", "4")
-    assert "--listen=:7" in own.draft_arguments("unix:x") and "--processes=4" in own.gateway_arguments("t:1", "d:2")
+    own = settings("large", "--draft.model", "small", "--draft.listen", "127.0.0.1:7", "--gateway.processes", "4")
+    assert "--listen=127.0.0.1:7" in own.draft_arguments("unix:x") and "--processes=4" in own.gateway_arguments(
+        "t:1", "d:2"
+    )
 
 
 def test_who_is_let_in_is_the_gateways_to_check() -> None:

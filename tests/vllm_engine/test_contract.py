@@ -17,6 +17,7 @@ import torch
 from packaging.version import Version
 
 from outrider.engine.adapters.loader import LoadedAdapter
+from outrider.engine.adapters.ranks import MOST_RANK_ON_VLLM
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.models.base import LowRank
 from outrider.rpc.messages import Open, TokenWeights

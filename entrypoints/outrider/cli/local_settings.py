@@ -195,6 +195,7 @@ def _complete_draft(draft: dict[str, Any], is_pair: bool, pair: str, *, has_head
 
 
 def _metrics_address(metrics: str, place: int) -> str:
-    """Of the gateway (0), the target (1) or the draft (2); port 0 leaves all three to the system."""
+    """The address of the gateway's metrics (0), the target's (1) or the draft's (2); port 0 leaves all three to the
+    system."""
     host, colon, port = metrics.rpartition(":")
     return f"{host}:{int(port) + place if int(port) else 0}" if colon and port.isdecimal() else metrics

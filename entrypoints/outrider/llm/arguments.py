@@ -158,7 +158,7 @@ FlagOrDefault = Annotated[Flag, OrDefault]
 @plain_errors("LLM")
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class EngineArguments:
-    """What acts."""
+    """The keywords of `LLM(...)` that act."""
 
     model: Folder = None
     gateway: str | None = None

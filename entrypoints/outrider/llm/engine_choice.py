@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from outrider.engine.adapters.config import MOST_RANK
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported

@@ -65,7 +65,7 @@ class Prompt:
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many."""
+    """The prompts of what is one prompt or many."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):

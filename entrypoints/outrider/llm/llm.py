@@ -275,7 +275,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The same for conversations: one list of messages, or several."""
+        """The outputs of conversations, as `generate` gives those of prompts: one list of messages, or several."""
         return self._run(self._chat_jobs(locals()), use_tqdm)
 
     @keywords_of("LLM.enqueue")
@@ -311,7 +311,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """The same for conversations."""
+        """Keeps conversations as `enqueue` keeps prompts; their request ids."""
         return self._kept(self._chat_jobs(locals()))
 
     def wait_for_completion(
@@ -375,7 +375,7 @@ class LLM:
         return self._run(self._maker.make(prompts, sampling_params, priority, lora_request), use_tqdm)
 
     def _chat_jobs(self, given: Mapping[str, Any]) -> list[Job]:
-        """Of the arguments of `chat`."""
+        """The jobs of the arguments of `chat`."""
         require_fixed(ARGUMENTS, given, "{}")
         if given["chat_template_content_format"] not in ("auto", "string", "openai"):
             raise Unsupported("chat_template_content_format: the template says it; allowed: auto, string, openai")

@@ -112,12 +112,12 @@ class Samples:
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One measurement."""
+        """Adds one measurement."""
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self.total += seconds
 
     def histogram(self, name: str, labels: Labels) -> Histogram:
-        """Buckets are cumulative."""
+        """The buckets, which are cumulative."""
         bounds = [*map(str, BUCKETS), "+Inf"]
         sums = [sum(self.counts[: index + 1]) for index in range(len(bounds))]
         return Histogram(name, labels, sums[-1], self.total, dict(zip(bounds, sums, strict=True)))

@@ -166,5 +166,5 @@ def scores(rows: Sequence[PositionLogprobs], listed: Sequence[Sequence[int]]) ->
 
 
 def finish_name(reason: FinishReason) -> str:
-    """vLLM's word."""
+    """The name that vLLM has for it."""
     return reason.name.lower()

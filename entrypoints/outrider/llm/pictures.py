@@ -17,7 +17,7 @@ IMAGE_PIL = "image_pil"
 
 
 def pictures_of(data: Any) -> tuple[MediaSource, ...]:
-    """Of a prompt's `multi_modal_data`."""
+    """The pictures of a prompt's `multi_modal_data`."""
     if data is None:
         return ()
     if not isinstance(data, Mapping):

@@ -78,7 +78,7 @@ class DraftingMethod:
     learns: bool = False  # from finished sequences, others' too: there only where it is the one asked for
 
     def load(self) -> Any:
-        """The factory, imported."""
+        """The factory, which is imported now."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)
 

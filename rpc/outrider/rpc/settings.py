@@ -270,12 +270,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The dotted name."""
+        """The dotted name of the field."""
         return ".".join(self.path)
 
     @property
     def flag(self) -> str:
-        """The command line's name."""
+        """The name on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -285,7 +285,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment's name."""
+        """The name in the environment."""
         return f"{ENV_PREFIX}{self.place.replace('.', '__')}".upper()
 
     @property
@@ -726,7 +726,7 @@ def _resembles(name: object, other: str) -> bool:
 
 
 def named_folders(given: Sequence[str], field: str) -> dict[str, Path]:
-    """Of a list of NAME=DIR: the folders, by name. ValueError for what is none, or comes twice."""
+    """The folders of a list of NAME=DIR, by name. ValueError for what is none, or comes twice."""
     folders: dict[str, Path] = {}
     for text in given:
         name, _, folder = text.partition("=")

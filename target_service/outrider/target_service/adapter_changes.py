@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import WEIGHTS_NAME, LoadedAdapter, load_adapter
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.loader import LoadedModel

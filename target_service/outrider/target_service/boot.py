@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.batch import StepLimits
 from outrider.engine.checkpoint import read_json, unheeded_rules
 from outrider.engine.hidden_states import check_taps

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from outrider.engine.adapters.config import MOST_RANK
+from outrider.engine.adapters.ranks import MOST_RANK, MOST_RANK_ON_VLLM
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.settings import (
@@ -25,7 +25,6 @@ from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 # No engine but ours has them.
 OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
-MOST_RANK_ON_VLLM = 512
 # vLLM's engine arguments that follow from the adapters' flags.
 ADAPTER_ARGUMENTS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "default_mm_loras",

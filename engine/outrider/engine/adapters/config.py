@@ -13,10 +13,10 @@ from typing import Any
 
 import regex
 
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.models.base import UnsupportedModel
 
 CONFIG_NAME = "adapter_config.json"
-MOST_RANK = 64
 MOST_ALPHA = 1_000_000
 ALL_LINEAR = "all-linear"
 MOST_PATTERN_CHARS = 2000

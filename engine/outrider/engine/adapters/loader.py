@@ -19,12 +19,12 @@ from torch import Tensor
 
 from outrider.engine.adapters.config import (
     CONFIG_NAME,
-    MOST_RANK,
     AdapterConfig,
     ModuleRank,
     UnsupportedAdapter,
     parse_adapter_config,
 )
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.checkpoint import checkpoint_digest, read_json, read_tensors
 from outrider.engine.models.base import CausalLM, LowRank, TakesAdapters, UnsupportedModel, WrongCheckpoint
 

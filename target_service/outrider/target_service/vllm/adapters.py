@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from outrider.engine import checkpoint
 from outrider.engine.adapters.base import linears_of
-from outrider.engine.adapters.config import CONFIG_NAME, MOST_RANK, UnsupportedAdapter
+from outrider.engine.adapters.config import CONFIG_NAME, UnsupportedAdapter
 from outrider.engine.adapters.loader import WEIGHTS_NAME, LoadedAdapter, read_adapter
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import PreparedAdapter
 from outrider.target_service.adapter_changes import MOST_ADAPTERS, adapter_room, adapters_at_start
