@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ from support.services import outrider, succeed
 
 from outrider.bench import prompts
 from outrider.bench.compare import CompareSettings
-from outrider.bench.compare_runs import CompareRequest, Method, Run, read_requests
-from outrider.bench.figures import METHOD_COLOURS, draw_compare
+from outrider.bench.compare_runs import Method, read_requests
 from outrider.bench.results import shares
 from outrider.pairs import pair_path
-from outrider.planner.policy import Round
 from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS
-from outrider.rpc.messages import Commit
 
 GUESS = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"
 LINES = [
@@ -104,17 +100,6 @@ def test_the_table_and_the_figure(small: tuple[str, dict[str, Any], set[str]]) -
     assert "sequential / plain" in text and "auto / plain" in text and "auto off" in text
 
 
-def test_a_figure_of_every_method(small: tuple[str, dict[str, Any], set[str]]) -> None:
-    """More than there are colours."""
-    result = deepcopy(small[1])
-    names = [f"method {number}" for number in range(2 * len(METHOD_COLOURS))]
-    result["setup"]["methods"] = names
-    for found in result["sets"]:
-        way = found["ways"]["suffix, sequential"]
-        found["ways"] = {f"{name}, {mode}": way for name in names for mode in result["setup"]["modes"]}
-    assert len(draw_compare(result).axes) == 4 * len(result["sets"])
-
-
 @pytest.mark.parametrize("flag", ["in-process", "no-local"])
 def test_everything_in_one_process_or_a_service_each(flag: str, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
@@ -136,15 +121,6 @@ def test_a_head_has_a_target_of_its_own(tmp_path: Path) -> None:
     way = ways["mlp_speculator, sequential"]
     assert way["different"] == 0 and way["tested"][0] > 0 and way["draft_ms"]["median"] > 0
     assert ways["suffix, sequential"]["different"] == 0
-
-
-def test_a_run_sums_up_its_rounds() -> None:
-    commits = [Commit(1, 0, (1,)), Commit(1, 1, (1, 2, 3), num_drafted=4, num_accepted=2)]
-    run = Run()
-    run.add([Round(i, commit, 4, 0.0, 0.1, 1500, mode="sequential") for i, commit in enumerate(commits)], 0.2)
-    run.add([Round(0, Commit(1, 0, (1,)), 0, 0.0, 0.1, 0, mode="off")], 0.1)
-    assert run.tokens_per_round == 5 / 3 and run.draft_ms == 1.0 and run.share_off == pytest.approx(1 / 3)
-    assert run.tally.num_accepted_per_position == [1, 1, 0, 0] and run.tally.num_tested_per_position == [1, 1, 1, 0]
 
 
 def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
@@ -178,19 +154,6 @@ def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
         settings(draft=["ngram=x"])
     with pytest.raises(ValueError, match="did you mean suffix"):
         settings(methods="ngram+sufix")
-
-
-def test_files_of_lines_of_json_and_of_one_prompt(tmp_path: Path) -> None:
-    lines = tmp_path / "lines.txt"
-    lines.write_text("def f():\n\ndef g():\n")
-    assert [request.prompt for request in read_requests(lines)] == ["def f():", "def g():"]
-    assert [request.prompt for request in read_requests(lines, whole=True)] == ["def f():\n\ndef g():\n"]
-    values = ["a", [5, 6], {"prompt": "b", "prediction": [7], "max_tokens": 3, "temperature": 0.5, "counts": False}]
-    assert read_requests(write(tmp_path, *values)) == [
-        CompareRequest(prompt="a"),
-        CompareRequest(prompt=(5, 6)),
-        CompareRequest(prompt="b", prediction=(7,), max_tokens=3, temperature=0.5, counts=False),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import io
-import json
 import math
 import sys
 from contextlib import ExitStack, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
 from outrider.bench import gpu, kernels
-from outrider.bench.kernels_cases import CUDA, QUICK, Case, KernelWork
+from outrider.bench.kernels_cases import CUDA, QUICK, KernelWork
 from outrider.kernels import dispatch
 from outrider.llm import LLM
 from outrider.pairs import pair_path
@@ -101,15 +98,6 @@ def test_what_was_not_measured_has_no_number(quick: Measured) -> None:
         assert part in shapes
 
 
-def test_stored_under_the_name_of_the_device(quick: Measured, tmp_path: Path) -> None:
-    text, result = quick
-    result = result | {"device": result["device"] | {"name": "Some(R) GPU 80GB"}}
-    path = kernels.store_with_page(tmp_path, result)
-    assert path.stem.endswith("-some-gpu-80gb") and json.loads(path.read_text()) == result
-    page = path.with_suffix(".md").read_text()
-    assert page.splitlines()[0] == "# Kernels on Some(R) GPU 80GB" and page.splitlines()[1:] == text.splitlines()[1:]
-
-
 def test_the_comparisons_meant_for_a_gpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in bfloat16 on the CPU, in the shapes of --quick: measuring compares the results first."""
     monkeypatch.setattr(kernels, "WARM_UP", 0)
@@ -131,33 +119,6 @@ def test_a_kernel_that_differs_gets_no_time(error: float) -> None:
         kernels.measure(QUICK, probe, lambda: KernelWork(lambda: spoilt, lambda: x, 64), 1, 0)
 
 
-def test_a_row_that_fails_takes_no_other_with_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    x = torch.ones(8)
-
-    def made() -> Any:
-        return KernelWork(lambda: x, lambda: x, 64)
-
-    def fails() -> Any:
-        raise RuntimeError("out of memory\nand more")
-
-    rows = [Case("a.one", "", "", fails), Case("a.two", "", "", made)]
-    monkeypatch.setattr(kernels, "cases", lambda place: rows if place is QUICK else [])
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick"])
-    assert kernels.main() == 1
-    failed, measured = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| `a."))
-    assert "not measured: RuntimeError: out of memory |" in failed and "not measured" not in measured
-
-
-@pytest.mark.parametrize("flags", [["--repeats", "9"], ["--device", "tpu"]])
-def test_flags_are_checked(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernels.py", *flags])
-    with pytest.raises(SystemExit) as stopped:
-        kernels.main()
-    assert stopped.value.code == 2
-
-
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     rates = kernels.Rates(copy_gb_s=100.0, read_gb_s=125.0, product_gflop_s=1000.0)
     for flops, floor_us in ((0, 8.0), (40_000_000, 40.0)):
@@ -174,11 +135,6 @@ def test_without_a_gpu_it_says_so_in_one_line(
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.main() == 2
     assert capsys.readouterr() == ("", "there is no GPU here, and nothing was checked\n")
-
-
-def test_the_parts_for_a_gpu_are_there() -> None:
-    assert gpu.PARTS.keys() == {"tests", "kernels", "llm"}
-    assert all(find_spec(module) for module, *_ in gpu.PARTS.values())
 
 
 def test_an_llm_is_measured_from_end_to_end() -> None:

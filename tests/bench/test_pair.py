@@ -22,7 +22,7 @@ from outrider.bench import peers
 from outrider.bench.figures import draw_pair, write_figure
 from outrider.bench.harness import BenchWorker, BenchWorkerFailed
 from outrider.bench.measure import Run, rows_of_step, steady
-from outrider.bench.pair import last_result, moved, render
+from outrider.bench.pair import last_result, moved
 from outrider.bench.results import store
 from outrider.client import SpeculationStats
 from outrider.pairs import pair_path
@@ -70,13 +70,6 @@ def test_what_moved_beyond_the_spread_is_named(quick: Measured) -> None:
     assert moved(old, new) == [f"1 stream, greedy: {name}: 1.50 -> 1.20, worse"]
     new["blocks"][0]["ratios"][name] = {"median": 1.45, "min": 1.1, "max": 1.5, "values": [1.1, 1.45, 1.5]}
     assert moved(old, new) == []
-
-
-def test_the_table_has_a_line_for_every_way(quick: Measured) -> None:
-    lines = list(render(quick[1]))
-    for block in quick[1]["blocks"]:
-        for name in block["ways"]:
-            assert any(line.startswith(f"  {name} ") for line in lines)
 
 
 def test_steady_counts_while_all_streams_decode() -> None:

@@ -22,7 +22,7 @@ from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.models.base import LowRank
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.words.sampling_params import SamplingParams
-from outrider.target_service.settings import MOST_RANK_ON_VLLM, TargetSettings
+from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.adapters import RANKS, AdapterBase, with_rows, write_adapter
 from outrider.target_service.vllm.assembly import ONE_PROCESS, engine_args, vllm_version
 from outrider.target_service.vllm.requests import prompt_of

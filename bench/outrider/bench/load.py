@@ -70,9 +70,9 @@ def read(url: str) -> Counter[tuple[str, str]]:
     found = Counter[tuple[str, str]]()
     for sample in scrape(url):
         if name := SUMS.get(sample.name) or BY_POSITION.get(sample.name):
-            found[name, sample.labels.get("position", "")] += sample.value
+            found[name, sample.labels.get("position", "")] += int(sample.value)
         elif sample.name == "outrider_rounds_total":
-            found["rounds", sample.labels["mode"]] += sample.value
+            found["rounds", sample.labels["mode"]] += int(sample.value)
     return found
 
 

@@ -131,7 +131,7 @@ def _of_all(seen: Deployment) -> Iterator[Finding]:
                     yield Finding(PROBLEM, check, subject, meaning.format(name=name, values=shown))
 
 
-def _answering(peers: Iterable[Peer[Any]]) -> list[Peer[Any]]:
+def _answering(peers: Iterable[Peer[Any]]) -> list[Any]:  # peers whose info is there
     return [peer for peer in peers if peer.info is not None]
 
 
@@ -162,9 +162,9 @@ def _lacks(info: Any, seen: Deployment) -> list[str]:
     return sorted(known - {*getattr(info, "capabilities", known)})
 
 
-def _replicas(seen: Deployment) -> Iterable[list[Peer[Any]]]:
+def _replicas(seen: Deployment) -> Iterable[list[Any]]:
     """Targets of one model: any of them is to be able to go on with a request, and with the same bits."""
-    by_digest: dict[str, list[Peer[Any]]] = defaultdict(list)
+    by_digest: dict[str, list[Any]] = defaultdict(list)
     for peer in _answering(seen.targets):
         by_digest[peer.info.model.digest].append(peer)
     return by_digest.values()

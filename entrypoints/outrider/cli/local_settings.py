@@ -14,14 +14,15 @@ from outrider.cli.arguments import load_tokenizer
 from outrider.cli.local_services import GRACE_S, LOOPBACK
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.token_tree import TokenTree
-from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.auth import Tokens
+from outrider.gateway.settings import GatewaySettings
 from outrider.pairs import pair_path
-from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, method_of, split_methods
+from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, method_of
 from outrider.rpc.hub import embedded, locate
 from outrider.rpc.security import ServerTls
 from outrider.rpc.settings import Device, Dtype, ServiceSettings, flags_of
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.rpc.words.request import split_methods
 from outrider.target_service.settings import EngineSettings, TargetSettings
 
 MTP = "mtp"  # a head whose layers may be in the target's own checkpoint
@@ -99,9 +100,12 @@ class LocalSettings(ServiceSettings):
         if cls.gateway_listen:
             gateway.setdefault("listen", cls.gateway_listen)
         gateway |= {"tokenizer": target["model"], "target": [NOT_YET]}
-        for place, (model, service) in enumerate(
-            ((GatewaySettings, gateway), (TargetSettings, target), (DraftSettings, draft))
-        ):
+        services: list[tuple[type[ServiceSettings], dict[str, Any]]] = [
+            (GatewaySettings, gateway),
+            (TargetSettings, target),
+            (DraftSettings, draft),
+        ]
+        for place, (model, service) in enumerate(services):
             for name in FOR_ALL:
                 if name in model.model_fields and given.get(name) is not None:
                     service.setdefault(name, given[name])

@@ -17,11 +17,12 @@ from typing import Any
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method, describe, model_info, model_method, runner_options
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
+from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.vocabularies import join_all
 from outrider.engine.loader import LoadedModel
-from outrider.engine.worker import DeviceStopped
+from outrider.engine.worker import DeviceStopped, DeviceWorker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head
@@ -52,14 +53,12 @@ from outrider.target_service.boot import (
     new_engine,
     new_grammars,
     new_runner,
-    with_grammars,
 )
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
 from outrider.target_service.vllm.assembly import adapter_changes_of, start_engine
 from outrider.target_service.vllm.engine import VllmEngine
-from outrider.vllm.worker import Worker
 
 STREAM = 1  # each engine has one caller
 WATCH_S = 1.0  # how often a device thread is looked after
@@ -95,7 +94,7 @@ class LocalService:
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread; vLLM's
     engine has none, and calls them on the loop."""
 
-    thread: Worker[Any] | VllmEngine  # that owns the model
+    thread: DeviceWorker[Any] | VllmEngine  # that owns the model
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -151,7 +150,7 @@ class LocalService:
 
     def stop(self) -> None:
         """Ends the device thread, or vLLM's processes, once the loop has ended. Called from any thread."""
-        if isinstance(self.thread, Worker):
+        if isinstance(self.thread, DeviceWorker):
             self.thread.stop(timeout=STOP_S)
         else:
             self.thread.stop()
@@ -249,17 +248,17 @@ class LocalTarget(LocalVerifier):
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
-        info = info_of(settings, loaded, limits, head=head)
         grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
         self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
-        self.thread: Worker[TargetEngineCommand] = Worker(self.engine, "llm-target", threads, settings.device)
-        if grammars is not None:
-            info = with_grammars(info)
-            self.thread.ended.add_done_callback(lambda _: grammars.close())
+        self.thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
+            self.engine, "llm-target", threads, settings.device
+        )
+        self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
-        self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
+        self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
+        info = info_of(settings, loaded, limits, costs, head, capabilities=self.engine.capabilities)
+        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 
     def cache_usage(self) -> float:
@@ -347,7 +346,7 @@ class LocalDraft(LocalService):
             default_methods=defaults,
         )
         threads = settings.threads or usable_threads()
-        self.thread: Worker[DraftEngineCommand] = Worker(engine, "llm-draft", threads, settings.device)
+        self.thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(engine, "llm-draft", threads, settings.device)
         self.thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
 
     @property

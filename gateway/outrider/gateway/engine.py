@@ -378,10 +378,18 @@ class GenerationEngine:
         return await self._prepare(prepared.request)
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
-        draft, config = None if self.drafter is None else self.drafter.info, self.config
-        peers = self.tokenizer, self.verifier.info, draft
-        limits = self.num_draft_tokens, config.mode, config.max_logprobs, self._markers, config.media
-        return await prepare(request, Served(*peers, *limits))
+        config = self.config
+        served = Served(
+            self.tokenizer,
+            self.verifier.info,
+            None if self.drafter is None else self.drafter.info,
+            self.num_draft_tokens,
+            config.mode,
+            config.max_logprobs,
+            self._markers,
+            config.media,
+        )
+        return await prepare(request, served)
 
     async def _run(
         self, run: RequestRun, texts: list[AnswerText], deadline: float | None

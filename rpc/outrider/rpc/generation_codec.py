@@ -242,8 +242,8 @@ def _encode_picture(one: MediaSource | pb.Media | bytes) -> pb.Media:
         return pb.Media(data=one)
     if one.url:
         raise TypeError("nothing is read of a URL here")
-    source = {"path": one.path} if one.data is None else {"data": one.data}
-    return pb.Media(mime_type=one.mime_type, **source)  # type: ignore[arg-type]  # of the source's own type
+    source: dict[str, Any] = {"path": one.path} if one.data is None else {"data": one.data}
+    return pb.Media(mime_type=one.mime_type, **source)
 
 
 def _decode_picture(message: pb.Media) -> MediaSource:

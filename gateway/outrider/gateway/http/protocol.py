@@ -211,9 +211,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-_ForDrafts: Any = create_model(
-    "_ForDrafts", __base__=Body, **{name: (Any, value) for name, value in draft_options(DraftOptions()).items()}
-)
+_FIELDS: dict[str, Any] = {name: (Any, value) for name, value in draft_options(DraftOptions()).items()}
+_ForDrafts: Any = create_model("_ForDrafts", __base__=Body, **_FIELDS)
 
 
 class Speculation(_ForDrafts):  # type: ignore[misc]  # whose fields are made of a table

@@ -12,8 +12,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from support.fakes import request
-
 from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, Channels, channels_of
 from outrider.gateway.text.tokenizer import NUM_CONTEXT_IDS, TextDelta, TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, quoted
@@ -76,18 +74,12 @@ class ReasoningMarkers:
         prompt_ids: Sequence[int],
         capabilities: Collection[str],
     ) -> ReasoningPlan:
-        """Of a request that was checked. Where the two texts are not told apart, a constraint is on the whole output,
-        unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the first
-        token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for
-        a bound that the target would not keep."""
-        options = request.reasoning or ReasoningOptions()
-        splits = request.messages is not None if options.split is None else options.split
         """The plan of a request that was checked. Where the two texts are not told apart, a constraint is on the whole
         output, unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the
         first token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that,
         and for a bound that the target would not keep."""
         options = options or ReasoningOptions()
-        splits = is_chat if options.splits is None else options.splits
+        splits = is_chat if options.split is None else options.split
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
         if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
