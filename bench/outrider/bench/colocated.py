@@ -21,8 +21,7 @@ from outrider.engine.loader import load_model
 from outrider.engine.worker import set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.llm.services import LocalTarget
-from outrider.llm.services import LocalDraft
+from outrider.llm.services import LocalDraft, LocalTarget
 from outrider.target_service.boot import load
 from outrider.target_service.settings import TargetSettings
 

@@ -42,8 +42,8 @@ from outrider.bench.results import (
 )
 from outrider.cli.arguments import parse, split_ids
 from outrider.cli.local_services import leave_on_signals
-from outrider.cli.local_settings import MTP
 from outrider.cli.serve import ServeSettings
+from outrider.llm.config import MTP
 from outrider.pairs import pair_path
 from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate

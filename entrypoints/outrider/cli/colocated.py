@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.admission import MAX_REQUEST_BYTES
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 OF_TARGET = ("model", "expand", "trust_remote_code", "batch_invariant", *ModelSettings.model_fields)
 OF_DRAFT = ("model", "quantization", *ModelSettings.model_fields)
 DESCRIPTION = "Serve clients from one process that holds both models: draft and verification take turns."
+NO_DRAFT = "give --draft.model DIR, the folder of the draft's checkpoint"
 STREAMS_BESIDE = 64  # calls beside generation that are always let in
 
 
@@ -51,10 +52,8 @@ class ColocatedSettings(ServerSettings):
         "draft.threads", "max_active", "max_waiting",
     )  # fmt: skip
     decided: ClassVar[frozenset[str]] = frozenset(
-        f"{service}.{name}"
-        for service, model, taken in (("target", TargetSettings, OF_TARGET), ("draft", DraftSettings, OF_DRAFT))
-        for name in model.model_fields
-        if name not in taken
+        [f"target.{name}" for name in TargetSettings.model_fields.keys() - set(OF_TARGET)]
+        + [f"draft.{name}" for name in DraftSettings.model_fields.keys() - set(OF_DRAFT)]
     )
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "target": ("target.model",),
@@ -70,6 +69,13 @@ class ColocatedSettings(ServerSettings):
     max_waiting: int = Field(960, ge=0, description="sequences that may wait; more are refused")
     target: TargetSettings
     draft: DraftSettings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_models(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        if not (given.get("draft") or {}).get("model"):
+            raise ValueError(NO_DRAFT)
+        return {"target": {}, **given}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") -> int:
@@ -127,7 +133,7 @@ def located(settings: ColocatedSettings) -> ColocatedSettings:
     """With folders in place of hub ids. Raises ValueError without a draft's model, ModelNotFound."""
     target, draft = settings.target, settings.draft
     if draft.model is None:
-        raise ValueError("give --draft.model DIR, the folder of the draft's checkpoint")
+        raise ValueError(NO_DRAFT)
     model = locate(target.model)
     small = locate(draft.model, drafts_by="draft_model")
     mapped = [model] if has_tokenizer(model, small) else []

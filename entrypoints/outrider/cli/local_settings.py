@@ -30,6 +30,7 @@ DRAFT_MODEL = "draft_model"
 NOT_YET = "127.0.0.1:50051"  # a target's address until it listens
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 FOR_ALL = ("device", "dtype", "trace_file", "log_format")  # settings of a service that are given once for all
+OF_GATEWAY = ("trace_file", "log_format")  # those of these that it has
 NO_DRAFT = "give --draft.model DIR, or --draft.method ngram, which needs no model, or --target.head DIR"
 METHOD_NAMES = ("allow_code", *(name for name in MethodSettings.model_fields if name != "allow_code"))
 
@@ -100,14 +101,9 @@ class LocalSettings(ServiceSettings):
         if cls.gateway_listen:
             gateway.setdefault("listen", cls.gateway_listen)
         gateway |= {"tokenizer": target["model"], "target": [NOT_YET]}
-        services: list[tuple[type[ServiceSettings], dict[str, Any]]] = [
-            (GatewaySettings, gateway),
-            (TargetSettings, target),
-            (DraftSettings, draft),
-        ]
-        for place, (model, service) in enumerate(services):
-            for name in FOR_ALL:
-                if name in model.model_fields and given.get(name) is not None:
+        for place, service in enumerate((gateway, target, draft)):
+            for name in OF_GATEWAY if service is gateway else FOR_ALL:
+                if given.get(name) is not None:
                     service.setdefault(name, given[name])
             service.setdefault("grace_s", GRACE_S)
             if given.get("metrics"):

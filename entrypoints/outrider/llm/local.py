@@ -105,12 +105,12 @@ class LocalBackend:
     def close(self) -> None:
         """Ends the loop, then the device threads."""
         self.runtime.close(self._leave)
-        for part in (self.target, self.draft):
-            part.stop()
+        self.target.stop()
+        self.draft.stop()
 
     def _leave(self) -> None:
-        for part in (self.target, self.draft):
-            part.leave()
+        self.target.leave()
+        self.draft.leave()
 
 
 def start_local(
@@ -139,8 +139,8 @@ def start_local(
         config = _engine_config(arguments, draft, k)
         engine = runtime.call(lambda: GenerationEngine(tokenizer, target, drafter, config))
     except BaseException:
-        for part in (target, draft):
-            part.stop()
+        target.stop()
+        draft.stop()
         raise
     adapters = HeldAdapters(target, arguments.num_adapters)
     return LocalBackend(runtime, engine, tokenizer, target, draft, adapters, k)
