@@ -215,7 +215,7 @@ _FIELDS: dict[str, Any] = {name: (Any, value) for name, value in draft_options(D
 _ForDrafts: Any = create_model("_ForDrafts", __base__=Body, **_FIELDS)
 
 
-class Speculation(_ForDrafts):  # type: ignore[misc]  # whose fields are made of a table
+class Speculation(_ForDrafts):  # whose fields are made of a table
     """How to draft: ours, so that a name that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid")
