@@ -24,7 +24,7 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 def test_a_pair_has_a_bar_for_every_way(repository: Path, tmp_path: Path) -> None:
-    result = newest(repository / "bench/results")
+    result = newest(repository / "outrider-bench/results")
     for name in ("a.svg", "b.svg"):
         write_figure(tmp_path / name, lambda: draw_pair(result))
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -36,7 +36,7 @@ def test_a_pair_has_a_bar_for_every_way(repository: Path, tmp_path: Path) -> Non
 
 
 def test_a_network_has_a_line_for_every_mode(repository: Path, tmp_path: Path) -> None:
-    result = newest(repository / "bench/results/network")
+    result = newest(repository / "outrider-bench/results/network")
     write_figure(tmp_path / "a.svg", lambda: draw_network(result))
     words = texts_of(tmp_path / "a.svg")
     for block in result["blocks"]:

@@ -124,7 +124,7 @@ def test_transformers_decodes_in_every_way(temperature: float) -> None:
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
 def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, peer: str) -> None:
-    script = repository / "bench/outrider/bench/peers.py"
+    script = repository / "outrider-bench/outrider/bench/peers.py"
     command = [sys.executable, str(script), peer, "plain", str(tmp_path), str(tmp_path), "1", "4"]
     with (
         BenchWorker(peer, command) as worker,

@@ -27,7 +27,7 @@ base outrider-test-runtime python3
 rm -rf "$folder/project"
 mkdir "$folder/project"
 cd "$repository"
-git ls-files -z --cached -- ':!tests' ':!bench/results' | tar --null --files-from - --create | tar -x -C "$folder/project"
+git ls-files -z --cached -- ':!tests' ':!outrider-bench/results' | tar --null --files-from - --create | tar -x -C "$folder/project"
 cd "$folder/project"
 if [ ! -d "$folder/wheelhouse" ]; then
     "$python" k8s/images/lock.py gateway,target,draft

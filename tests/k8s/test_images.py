@@ -26,7 +26,7 @@ from test_layout import REPOSITORY, ROOTS, imports_of, package_of, sources
 from outrider.client import Client
 
 IMAGES = KUBERNETES / "images"
-MODELS = REPOSITORY / "models/outrider/pairs/python"
+MODELS = REPOSITORY / "outrider-pair-python/outrider_pair_python"
 MODULES = {"target": "target_service", "draft": "draft_service", "gateway": "gateway"}
 PARTS = {  # that others have and this one must not
     "target": {"gateway", "draft_service", "cli", "bench", "training"},

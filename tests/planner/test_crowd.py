@@ -28,7 +28,7 @@ AT_MOST = 0.15
 
 def cells(repository: Path) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
     """Blocks of one stream, their cells, and the time of a plain step in milliseconds."""
-    result = json.loads((repository / "bench/results/network" / MEASURED).read_text(encoding="utf-8"))
+    result = json.loads((repository / "outrider-bench/results/network" / MEASURED).read_text(encoding="utf-8"))
     found = []
     for block in result["blocks"]:
         if block["batch"] == 1:

@@ -343,5 +343,5 @@ def test_a_parameter_stands_where_something_is_computed_with_it() -> None:
         "kernels/outrider/kernels/sampling/reference.py",
         "kernels/outrider/kernels/sampling/triton.py",
         "target_service/outrider/target_service/lazy_masks.py",  # which it does not do
-        "target_service/outrider/target_service/vllm/requests.py",  # which it does not do
+        "outrider-vllm/outrider/vllm/target/requests.py",  # which it does not do
     }

@@ -31,9 +31,9 @@ from outrider.rpc.servicer import Deliver
 from outrider.target_service.adapter_changes import MOST_ADAPTERS, AdapterChanges
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.adapters import AdapterBase, VllmAdapters, adapters_of, with_rows, write_adapter
-from outrider.target_service.vllm.assembly import engine_args
-from outrider.target_service.vllm.engine import VllmEngine
+from outrider.vllm.target.adapters import AdapterBase, VllmAdapters, adapters_of, with_rows, write_adapter
+from outrider.vllm.target.assembly import engine_args
+from outrider.vllm.target.engine import VllmEngine
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Harness:
 @pytest.fixture
 async def harness(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Harness(folder)
-    monkeypatch.setattr("outrider.target_service.vllm.engine.sampling_of", lambda *given: None)
+    monkeypatch.setattr("outrider.vllm.target.engine.sampling_of", lambda *given: None)
     yield made
     made.llm.goes_on.set()
     made.store.close()

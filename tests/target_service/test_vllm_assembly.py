@@ -16,7 +16,7 @@ from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.messages import Load, StepTimings
 from outrider.target_service.sequence import check_open
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm import assembly
+from outrider.vllm.target import assembly
 from outrider.vllm.source import StepReport
 
 

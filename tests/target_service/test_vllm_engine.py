@@ -23,9 +23,9 @@ from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
-from outrider.target_service.vllm import engine as engine_module
-from outrider.target_service.vllm.engine import VllmEngine
-from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
+from outrider.vllm.target import engine as engine_module
+from outrider.vllm.target.engine import VllmEngine
+from outrider.vllm.target.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.vllm.source import StepReport
 
 STREAM = 1

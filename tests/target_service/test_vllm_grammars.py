@@ -12,8 +12,8 @@ from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted
 from outrider.rpc.messages import Open
 from outrider.rpc.words.structured import StructuredOutput
-from outrider.target_service.vllm import grammars
-from outrider.target_service.vllm.grammars import VllmGrammars
+from outrider.vllm.target import grammars
+from outrider.vllm.target.grammars import VllmGrammars
 
 
 @pytest.fixture

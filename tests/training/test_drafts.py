@@ -15,7 +15,7 @@ import torch
 from support.models import TINY, hf_logits, save_tiny, tiny_hf_model, train_byte_level
 from transformers import AutoModelForCausalLM
 
-from outrider.cli.train import main, rounds
+from outrider.training.train_command import main, rounds
 from outrider.engine.loader import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.pard import PardProposer

@@ -18,7 +18,7 @@ from support.engines import TargetHarness, opened
 from support.models import save_tiny, train_byte_level
 from torch import Tensor
 
-from outrider.cli.train import main
+from outrider.training.train_command import main
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel, load_model

@@ -41,7 +41,7 @@ from outrider.rpc.channel import connect
 from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError
 from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
 from outrider.rpc.words.sampling_params import SamplingParams
-from outrider.target_service.vllm.assembly import ONE_PROCESS
+from outrider.vllm.target.assembly import ONE_PROCESS
 
 AWAY_WAIT_S = 30.0  # plain decoding of the references holds the loop up, in which a connection may end
 NAMES = ("sql", "law", "mixed")

@@ -26,7 +26,7 @@ from outrider.rpc.words.request import SpeculationOptions
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.boot import load_head
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import SPECULATIVE
+from outrider.vllm.target.assembly import SPECULATIVE
 
 
 class NoDraft:

@@ -57,8 +57,8 @@ from outrider.target_service.boot import (
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
-from outrider.target_service.vllm.assembly import adapter_changes_of, start_engine
-from outrider.target_service.vllm.engine import VllmEngine
+from outrider.vllm.target.assembly import adapter_changes_of, start_engine
+from outrider.vllm.target.engine import VllmEngine
 
 STREAM = 1  # each engine has one caller
 WATCH_S = 1.0  # how often a device thread is looked after

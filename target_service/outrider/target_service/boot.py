@@ -43,7 +43,7 @@ from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
-from outrider.target_service.vllm import assembly, node
+from outrider.vllm.target import assembly, node
 from outrider.target_service.watchers import new_metrics, own_step_watcher
 
 if TYPE_CHECKING:

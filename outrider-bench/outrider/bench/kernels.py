@@ -2,7 +2,7 @@
 
     outrider bench kernels [--device cpu|cuda] [--only NAME] [--quick]
 
-Prints a table in Markdown, and stores it with its JSON in bench/results/kernels. What was not measured has no number.
+Prints a table in Markdown, and stores it with its JSON in outrider-bench/results/kernels. What was not measured has no number.
 A case is measured with kernel and comparison in turn, and in every repeat the device's own copy, read and product."""
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 LEAST_REPEATS = 10
-RESULTS = Path("bench/results/kernels")
+RESULTS = Path("outrider-bench/results/kernels")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench kernels") -> int:

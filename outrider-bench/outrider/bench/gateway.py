@@ -75,7 +75,7 @@ class GatewaySettings(PairSettings):
     warmup: float = Field(2.0, ge=0, description="seconds before that, with all streams open")
     repeats: int = Field(3, ge=1, le=100, description="runs of each cell, in turn")
     trace: bool = Field(False, description="record every request's trace, to a file that is thrown away")
-    results: Path = Field(Path("bench/results/gateway"), description="folder of the stored results")
+    results: Path = Field(Path("outrider-bench/results/gateway"), description="folder of the stored results")
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class NetworkSettings(PairSettings):
     kills: int = Field(5, ge=0, le=100, description="drafts killed at a random moment of a completion")
     max_tokens: int = Field(96, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(10, ge=1, le=100, description="runs of each cell, in random order")
-    results: Path = Field(Path("bench/results/network"), description="folder of the stored results")
+    results: Path = Field(Path("outrider-bench/results/network"), description="folder of the stored results")
     full: bool = Field(False, description="every network, temperature, cost and number of streams: hours")
 
     @model_validator(mode="after")

@@ -76,7 +76,7 @@ class VllmBenchSettings(PairSettings):
     mode: Literal["sequential", "chains", "branches", "auto"] = Field("chains", description="how gateways speculate")
     max_tokens: int = Field(48, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(5, ge=1, le=100, description="runs of each way, in random order")
-    results: Path = Field(Path("bench/results/vllm"), description="folder of the stored results")
+    results: Path = Field(Path("outrider-bench/results/vllm"), description="folder of the stored results")
     quick: bool = Field(False, description="does it run? One stream, greedy, the small target; stores nothing")
 
 

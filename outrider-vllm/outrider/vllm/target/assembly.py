@@ -34,13 +34,13 @@ from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.adapters import AdapterBase, VllmAdapters, adapters_of, digest_of, with_rows
-from outrider.target_service.vllm.engine import VllmEngine
-from outrider.target_service.vllm.grammars import VllmGrammars
-from outrider.target_service.vllm.pictures import Pictures
-from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
-from outrider.target_service.vllm.same_weights import require_same_weights
-from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
+from outrider.vllm.target.adapters import AdapterBase, VllmAdapters, adapters_of, digest_of, with_rows
+from outrider.vllm.target.engine import VllmEngine
+from outrider.vllm.target.grammars import VllmGrammars
+from outrider.vllm.target.pictures import Pictures
+from outrider.vllm.target.requests import GRAMMARS, VLLM_CAPABILITIES
+from outrider.vllm.target.same_weights import require_same_weights
+from outrider.vllm.target.self_drafting import SelfDraftingEngine, Unlinked
 from outrider.target_service.watchers import new_metrics, step_watcher
 from outrider.vllm.link import EngineLink
 from outrider.vllm.link_messages import LinkEvent

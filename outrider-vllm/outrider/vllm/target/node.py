@@ -12,8 +12,8 @@ from multiprocessing import connection
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import engine_args, told_of_threads, use_first_runner
-from outrider.target_service.vllm.same_weights import require_same_weights
+from outrider.vllm.target.assembly import engine_args, told_of_threads, use_first_runner
+from outrider.vllm.target.same_weights import require_same_weights
 
 log = logging.getLogger(__name__)
 
