@@ -26,10 +26,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TargetEvent
 from outrider.target_service.draft_buffer import ChainBuffer
 from outrider.target_service.settings import TargetSettings
-from outrider.vllm.target.assembly import engine_args
 from outrider.vllm import DraftScheduler
 from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import StepReport
+from outrider.vllm.target.assembly import engine_args
 
 VOCAB = 97
 BLOCK = 16

@@ -21,11 +21,11 @@ from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Failure, L
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.sequence import TargetLimits, check_open, with_prompt
 from outrider.target_service.settings import TargetSettings
+from outrider.vllm.source import StepReport
 from outrider.vllm.target.engine import VllmEngine
 from outrider.vllm.target.pictures import Pictures, checked, placed_prompt
 from outrider.vllm.target.requests import check_request
 from outrider.vllm.target.self_drafting import SelfDraftingEngine, Unlinked
-from outrider.vllm.source import StepReport
 
 LIMITS = TargetLimits(97, 64, (2,), num_blocks=8, block_size=16, max_media_bytes=4000)
 IDS = [5, 90, 6, 7]  # 90 is a picture's placeholder

@@ -23,10 +23,10 @@ from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
+from outrider.vllm.source import StepReport
 from outrider.vllm.target import engine as engine_module
 from outrider.vllm.target.engine import VllmEngine
 from outrider.vllm.target.requests import GRAMMARS, VLLM_CAPABILITIES
-from outrider.vllm.source import StepReport
 
 STREAM = 1
 HEADER = f"00-{'a' * 32}-{'b' * 16}-01"

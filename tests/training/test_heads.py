@@ -18,7 +18,6 @@ from support.engines import TargetHarness, opened
 from support.models import save_tiny, train_byte_level
 from torch import Tensor
 
-from outrider.training.train_command import main
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel, load_model
@@ -37,6 +36,7 @@ from outrider.training.heads import (
     new_head,
 )
 from outrider.training.lessons import CoursePlan, Teacher
+from outrider.training.train_command import main
 
 VOCAB, LENGTH, LAYERS = 400, 24, 6
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2)

@@ -23,12 +23,12 @@ from outrider.engine.models.base import LowRank
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.target_service.settings import TargetSettings
-from outrider.vllm.target.adapters import RANKS, AdapterBase, with_rows, write_adapter
-from outrider.vllm.target.assembly import ONE_PROCESS, engine_args, vllm_version
-from outrider.vllm.target.requests import prompt_of
 from outrider.vllm import patches
 from outrider.vllm.outputs import FINISH_REASONS
 from outrider.vllm.scheduler import ask_no_worker
+from outrider.vllm.target.adapters import RANKS, AdapterBase, with_rows, write_adapter
+from outrider.vllm.target.assembly import ONE_PROCESS, engine_args, vllm_version
+from outrider.vllm.target.requests import prompt_of
 from outrider.vllm.weights import ATTRIBUTE, weights_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"

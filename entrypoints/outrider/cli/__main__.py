@@ -61,7 +61,9 @@ SUBJECTS: dict[str, dict[str, Command]] = {
     "make and check models": {
         "model check": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
         "model convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors", "target"),
-        "model train": Command("outrider.training.train_command", "make a draft for a target, or a head, by distillation", "train"),
+        "model train": Command(
+            "outrider.training.train_command", "make a draft for a target, or a head, by distillation", "train"
+        ),
         "model tap": Command(
             "outrider.training.tap_command", "write a target's hidden states on a corpus, for training heads", "train"
         ),

@@ -43,8 +43,8 @@ from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
-from outrider.vllm.target import assembly, node
 from outrider.target_service.watchers import new_metrics, own_step_watcher
+from outrider.vllm.target import assembly, node
 
 if TYPE_CHECKING:
     from outrider.target_service.grammars import Grammars

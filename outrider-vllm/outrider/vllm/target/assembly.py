@@ -34,6 +34,10 @@ from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.watchers import new_metrics, step_watcher
+from outrider.vllm.link import EngineLink
+from outrider.vllm.link_messages import LinkEvent
+from outrider.vllm.source import StepReport
 from outrider.vllm.target.adapters import AdapterBase, VllmAdapters, adapters_of, digest_of, with_rows
 from outrider.vllm.target.engine import VllmEngine
 from outrider.vllm.target.grammars import VllmGrammars
@@ -41,10 +45,6 @@ from outrider.vllm.target.pictures import Pictures
 from outrider.vllm.target.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.vllm.target.same_weights import require_same_weights
 from outrider.vllm.target.self_drafting import SelfDraftingEngine, Unlinked
-from outrider.target_service.watchers import new_metrics, step_watcher
-from outrider.vllm.link import EngineLink
-from outrider.vllm.link_messages import LinkEvent
-from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -49,12 +49,12 @@ from outrider.target_service.adapters import AdapterTable, ServedAdapter
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
+from outrider.vllm.link_messages import LinkCommand, LinkEvent
+from outrider.vllm.source import StepReport
 from outrider.vllm.target.adapters import VllmAdapters
 from outrider.vllm.target.grammars import VllmGrammars
 from outrider.vllm.target.pictures import Pictures, PlacedPrompt
 from outrider.vllm.target.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
-from outrider.vllm.link_messages import LinkCommand, LinkEvent
-from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
 

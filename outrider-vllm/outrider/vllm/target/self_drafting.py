@@ -16,11 +16,11 @@ from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
 from outrider.rpc.words.sampling_params import FinishReason
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
+from outrider.vllm.link_messages import LinkCommand, LinkEvent
+from outrider.vllm.outputs import origins_of
 from outrider.vllm.target.adapters import VllmAdapters
 from outrider.vllm.target.engine import VllmEngine, VllmSequence, committed_at
 from outrider.vllm.target.pictures import Pictures
-from outrider.vllm.link_messages import LinkCommand, LinkEvent
-from outrider.vllm.outputs import origins_of
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
 
