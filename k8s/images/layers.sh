@@ -5,7 +5,7 @@ set -euo pipefail
 service=$1 wheelhouse=$2 folder=$3 extras=$1
 case "$service" in
     gateway) parts="v1 rpc pairs planner proposers gateway" ;;
-    target) parts="v1 rpc pairs planner kernels engine proposers target_service vllm" ;;
+    target) parts="v1 rpc pairs planner kernels engine proposers target_service" ;;
     target-vllm) parts="v1 rpc pairs planner kernels engine proposers target_service vllm" extras=target,vllm ;;
     draft) parts="v1 rpc pairs planner kernels engine proposers draft_service" ;;
     *) echo "unknown service $service: gateway, target, target-vllm or draft" >&2; exit 2 ;;
@@ -15,7 +15,7 @@ esac
 for part in "$folder"/outrider/*; do
     [[ " $parts " == *" $(basename "$part") "* ]] || rm -r "$part"
 done
-rm -rf "$folder/outrider/pairs/python" "$folder/bin"  # the embedded weights, and commands of parts that are not there
+rm -rf "$folder/bin"  # commands of parts that are not there
 if [ -d "$folder/outrider/kernels" ]; then  # what the compiled kernels load; a slim base lacks it
     mkdir -p "$folder/lib"
     cp -L "$(gcc -print-file-name=libgomp.so.1)" "$folder/lib/"

@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
@@ -19,12 +19,14 @@ EPILOG = (
     "Settings come from flags, then OUTRIDER_* variables, then the YAML file of --config.\nStart with: outrider demo\n"
 )
 HELP = ("-h", "--help", "help")
+GROUP = "outrider.commands"  # entry points of commands that other wheels bring
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the module with its `main(argv, prog) -> int`, what `outrider --help` says of it, and the extra of
-    the package that has the libraries for it (none: the package alone will do)."""
+    """A command: the module with its `main(argv, prog) -> int` (empty: another wheel has it, under the entry points
+    `outrider.commands`), what `outrider --help` says of it, and the extra of the package that brings what it needs
+    (none: the package alone will do)."""
 
     module: str
     summary: str
@@ -61,29 +63,17 @@ SUBJECTS: dict[str, dict[str, Command]] = {
     "make and check models": {
         "model check": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
         "model convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors", "target"),
-        "model train": Command(
-            "outrider.training.train_command", "make a draft for a target, or a head, by distillation", "train"
-        ),
-        "model tap": Command(
-            "outrider.training.tap_command", "write a target's hidden states on a corpus, for training heads", "train"
-        ),
+        "model train": Command("", "make a draft for a target, or a head, by distillation", "train"),
+        "model tap": Command("", "write a target's hidden states on a corpus, for training heads", "train"),
     },
     "measure": {
-        "compare": Command("outrider.bench.compare", "measure every method of drafting on the same prompts", "bench"),
-        "bench": Command(
-            "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
-        ),
-        "bench serve": Command(
-            "outrider.bench.load", "what was drafted and accepted while another tool loads a server", "bench"
-        ),
-        "bench network": Command(
-            "outrider.bench.network", "measure what the network between the services costs", "bench"
-        ),
-        "bench gateway": Command(
-            "outrider.bench.gateway", "measure a gateway: what a round costs, how many streams it has", "bench"
-        ),
-        "bench vllm": Command("outrider.bench.vllm", "measure drafting by vLLM's own engine, and by ours", "bench"),
-        "bench kernels": Command("outrider.bench.kernels", "measure the kernels against PyTorch's", "bench"),
+        "compare": Command("", "measure every method of drafting on the same prompts", "bench"),
+        "bench": Command("", "measure a pair of models against plain decoding, peers and the floor", "bench"),
+        "bench serve": Command("", "what was drafted and accepted while another tool loads a server", "bench"),
+        "bench network": Command("", "measure what the network between the services costs", "bench"),
+        "bench gateway": Command("", "measure a gateway: what a round costs, how many streams it has", "bench"),
+        "bench vllm": Command("", "measure drafting by vLLM's own engine, and by ours", "bench"),
+        "bench kernels": Command("", "measure the kernels against PyTorch's", "bench"),
     },
 }
 COMMANDS = {name: command for commands in SUBJECTS.values() for name, command in commands.items()}
@@ -133,7 +123,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Runs one command. Ctrl-C, a reader that goes away and an extra that is not installed are no tracebacks."""
     command = COMMANDS[name]
     try:
-        status: int = importlib.import_module(command.module).main(argv, prog=f"outrider {name}")
+        status = main_of(name, command)(argv, prog=f"outrider {name}")
         sys.stdout.flush()
         return status
     except ModuleNotFoundError:
@@ -148,6 +138,19 @@ def run(name: str, argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit has nobody to write to
         return CLOSED_PIPE
+
+
+def main_of(name: str, command: Command) -> Callable[..., int]:
+    """What runs a command. Raises ModuleNotFoundError where its wheel or a library of it is not installed."""
+    from importlib import metadata
+
+    if command.module:
+        found: Callable[..., int] = importlib.import_module(command.module).main
+        return found
+    for point in metadata.entry_points(group=GROUP, name=name):
+        found = point.load()
+        return found
+    raise ModuleNotFoundError(f"outrider {name} comes with outrider[{command.extra}]")
 
 
 def missing_requirements(extra: str) -> list[str]:

@@ -20,7 +20,7 @@ from outrider.cli.generate import CollectedCompletion, RequestSettings
 from outrider.cli.terminal import VISIBLE, Painter, TokenWriter
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.pairs import TRAINED_ON, pair_path
+from outrider.pairs import pair_path, trained_on
 from outrider.rpc.errors import InvalidArgument, OutriderError
 
 DESCRIPTION = (
@@ -316,7 +316,7 @@ def greeting(info: GatewayInfo) -> str:
 
 def _schooling(info: GatewayInfo) -> Iterator[str]:
     """What to expect of an embedded pair, which its tokenizer tells whatever it is served as."""
-    for name, texts in TRAINED_ON.items():
+    for name, texts in trained_on().items():
         if Tokenizer.load(pair_path(name).target).fingerprint == info.target.tokenizer_fingerprint:
             yield f"this is the embedded pair {name}, trained on {texts} alone: it writes on, and knows no answers"
 

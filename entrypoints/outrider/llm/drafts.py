@@ -15,7 +15,7 @@ from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafte
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
 from outrider.llm.config import SpeculativeConfig, acceptance_of
-from outrider.llm.engine_choice import vllms_own
+from outrider.llm.engine_choice import VLLM, vllms_own
 from outrider.llm.service_settings import draft_settings
 from outrider.llm.services import LocalDraft, LocalVerifier
 from outrider.proposers.base import TokenProposer
@@ -25,8 +25,8 @@ from outrider.rpc.pair import check_pair
 from outrider.rpc.words.request import SpeculationOptions
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.boot import load_head
+from outrider.target_service.engines import engine_of
 from outrider.target_service.settings import TargetSettings
-from outrider.vllm.target.assembly import SPECULATIVE
 
 
 class NoDraft:
@@ -120,7 +120,7 @@ class HeadDraft(Speculation):
         return {"head": self._speculation.model, "speculative_token_tree": tree}
 
     def of_vllm(self) -> dict[str, Any]:
-        return {SPECULATIVE: vllms_own(self._speculation)}
+        return {engine_of(VLLM).SPECULATIVE: vllms_own(self._speculation)}
 
     def load_head(self, settings: TargetSettings, target: LoadedModel) -> Head | None:
         head, wanted = load_head(settings, target), self._speculation

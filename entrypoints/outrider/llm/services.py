@@ -24,6 +24,7 @@ from outrider.draft_service.vocabularies import join_all
 from outrider.engine.loader import LoadedModel
 from outrider.engine.worker import DeviceStopped, DeviceWorker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
+from outrider.llm.engine_choice import VLLM
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head
 from outrider.rpc.errors import FailedPrecondition, Internal
@@ -55,10 +56,9 @@ from outrider.target_service.boot import (
     new_runner,
 )
 from outrider.target_service.engine import TargetEngineCommand
+from outrider.target_service.engines import engine_of
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
-from outrider.vllm.target.assembly import adapter_changes_of, start_engine
-from outrider.vllm.target.engine import VllmEngine
 
 STREAM = 1  # each engine has one caller
 WATCH_S = 1.0  # how often a device thread is looked after
@@ -94,7 +94,7 @@ class LocalService:
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread; vLLM's
     engine has none, and calls them on the loop."""
 
-    thread: DeviceWorker[Any] | VllmEngine  # that owns the model
+    thread: Any  # that owns the model: a DeviceWorker, or vLLM's engine
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -286,20 +286,21 @@ def without_main() -> Iterator[None]:
 class VllmTarget(LocalVerifier):
     """A Verifier over vLLM, whose processes are this one's children."""
 
-    def __init__(self, engine: VllmEngine, info: TargetInfo, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Any, info: TargetInfo, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.engine, self._own_loop = engine, loop
-        self.thread: VllmEngine = engine
+        self.thread = engine
         self.info: TargetInfo = info
         self.longest = info.model.max_model_len
 
     @classmethod
     async def started(cls, settings: TargetSettings) -> VllmTarget:
         """Starts vLLM, which loads the model. Raises what `start_engine` raises."""
+        vllm = engine_of(VLLM)
         with without_main():
-            engine, info = await start_engine(settings, lambda: target.flush())
+            engine, info = await vllm.start_engine(settings, lambda: target.flush())
         target = cls(engine, info, asyncio.get_running_loop())
-        target.change_by(adapter_changes_of(settings, engine, info))
+        target.change_by(vllm.adapter_changes_of(settings, engine, info))
         return target
 
     def leave(self) -> None:

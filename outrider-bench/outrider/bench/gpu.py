@@ -3,9 +3,9 @@
     python outrider-bench/outrider/bench/gpu.py [--only tests|kernels|llm|steps] [--repeats N]
 
 The tests marked `gpu`, the kernel bench, an `LLM` from end to end, and a whole step replayed against the same step
-launched kernel by kernel, with the judging and the drafting behind it, stored in outrider-bench/results. Exits with 2 where
-there is no GPU. A step is measured against the bytes that it must read; drafting with one wait against a wait for each
-token."""
+launched kernel by kernel, with the judging and the drafting behind it, stored in outrider-bench/results. Exits with 2
+where there is no GPU. A step is measured against the bytes that it must read; drafting with one wait against a wait for
+each token."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
     outrider bench kernels [--device cpu|cuda] [--only NAME] [--quick]
 
-Prints a table in Markdown, and stores it with its JSON in outrider-bench/results/kernels. What was not measured has no number.
-A case is measured with kernel and comparison in turn, and in every repeat the device's own copy, read and product."""
+Prints a table in Markdown, and stores it with its JSON in outrider-bench/results/kernels. What was not measured has no
+number. A case is measured with kernel and comparison in turn, and in every repeat the device's own copy, read and
+product."""
 
 from __future__ import annotations
 

