@@ -299,7 +299,7 @@ class VllmTarget(LocalVerifier):
         vllm = engine_of(VLLM)
         with without_main():
             engine, info = await vllm.start_engine(settings, lambda: target.flush())
-        target = cls(engine, info, asyncio.get_running_loop())
+        target: VllmTarget = cls(engine, info, asyncio.get_running_loop())
         target.change_by(vllm.adapter_changes_of(settings, engine, info))
         return target
 
