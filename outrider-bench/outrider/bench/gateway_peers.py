@@ -38,6 +38,7 @@ from outrider.rpc.messages import (
     DraftMethod,
     DraftTokens,
     ModelInfo,
+    Open,
     TargetInfo,
     is_last,
 )
@@ -50,7 +51,7 @@ from outrider.v1 import generation_pb2 as pb
 MAX_MODEL_LEN = 1 << 24
 MAX_ROWS = 512
 DRAFT_US = 800  # of a draft's pass, whatever its rows
-STEP_SHARE = 0.8  # of the time between two steps
+STEP_SHARE = 0.5  # of the time between two steps: the rest is for commits to get to the draft, and chains back
 ROUNDING = 1e-6  # of a tick, in periods: a step that begins at one belongs to it
 STEP_COSTS = ((1, 10_000), (64, 12_000), (MAX_ROWS, 40_000))  # that a target tells gateways
 QUALITY = DraftQuality(0.72)
@@ -114,24 +115,28 @@ class VirtualServicer:
 
     def __init__(self, info: Any, deliver: Deliver) -> None:
         self._info, self._deliver, self._streams = info, deliver, count()
+        self._outbox: dict[float, list[Callable[[], None]]] = {}  # by when it leaves: what a step says is one frame
 
     async def serve(self, kind: StreamKind, context: Any) -> None:
         """One stream, until it ends, and its sequences with it."""
         first, live = next(self._streams) << 32, set[int]()
         stream = server_stream(kind, context)
-        async with stream:
-            async for batch in stream:
-                for message in batch:
-                    self._hear(first, live, stream.send, message)
-        for number in live:
-            self._deliver(first + number, (Close(number),), print)
+        try:
+            async with stream:
+                async for batch in stream:
+                    for message in batch:
+                        self._hear(first, live, stream.send, message)
+        finally:
+            for number in live:
+                self._deliver(first + number, (Close(number),), print)
+            live.clear()
 
     def _hear(self, first: int, live: set[int], send: Callable[[Any], None], message: Any) -> None:
         number = message.sequence_id
         if isinstance(message, Close):
             live.discard(number)
             send(Closed(number))
-        else:
+        elif isinstance(message, Open):
             live.add(number)
 
         def say(event: Any) -> None:
@@ -142,9 +147,18 @@ class VirtualServicer:
                     self._deliver(first + number, (Close(number),), print)
 
         def reply(event: Any, after: float) -> None:
-            asyncio.get_running_loop().call_later(after, say, event)
+            loop = asyncio.get_running_loop()
+            when = round(loop.time() + after, 3)
+            if when not in self._outbox:
+                self._outbox[when] = []
+                loop.call_at(when, self._flush, when)
+            self._outbox[when].append(partial(say, event))
 
         self._deliver(first + number, (_heard(message),), reply)
+
+    def _flush(self, when: float) -> None:
+        for say in self._outbox.pop(when):
+            say()
 
 
 class TargetServicer(VirtualServicer, target_pb2_grpc.TargetServiceServicer):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,6 +33,9 @@ SUMS = {  # by the gateway's metrics
     "outrider_generation_tokens_total": "tokens",
 }
 BY_POSITION = {f"{SPEC}accepted_tokens_per_pos_total": "accepted", f"{SPEC}tested_tokens_per_pos_total": "tested"}
+
+
+Counts = Mapping[tuple[str, str], float]
 
 
 class LoadSettings(ServiceSettings):
@@ -65,9 +68,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench serve") 
     return report_failures(prog, work)
 
 
-def read(url: str) -> Counter[tuple[str, str]]:
+def read(url: str) -> Counts:
     """What the gateway has counted so far: by what it is, and mode or position."""
-    found = Counter[tuple[str, str]]()
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for sample in scrape(url):
         if name := SUMS.get(sample.name) or BY_POSITION.get(sample.name):
             found[name, sample.labels.get("position", "")] += int(sample.value)
@@ -76,9 +79,9 @@ def read(url: str) -> Counter[tuple[str, str]]:
     return found
 
 
-def described(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]], seconds: float) -> Json:
+def described(before: Counts, after: Counts, seconds: float) -> Json:
     """What came in between."""
-    rose = {key: round(value - before[key]) for key, value in after.items()}
+    rose = {key: round(value - before.get(key, 0)) for key, value in after.items()}
     result: Json = {"seconds": round(seconds, 3)} | {name: rose.get((name, ""), 0) for name in SUMS.values()}
     result["rounds"] = {mode: count for (name, mode), count in rose.items() if name == "rounds" and count}
     places = sorted(int(place) for name, place in rose if name == "tested")

@@ -104,14 +104,15 @@ def _text(path: Path, number: int, value: Any) -> str:
 def prompt_sets(vocab_size: int, answers: Sequence[Sequence[int]]) -> dict[str, list[Line]]:
     """The sets by name; `answers` are the target's to PROMPTS."""
     rng, few = random.Random(SEED), PROMPTS[:NUM_CHANGED]
-    changed = [{"prompt": apply(prompt)} for apply in CHANGES.values() for prompt in few]
+    before: list[Line] = [{"prompt": prompt, "counts": False} for prompt in few]
+    changed: list[Line] = [{"prompt": apply(prompt)} for apply in CHANGES.values() for prompt in few]
     guesses = list[Line]()
     for number, (prompt, ids) in enumerate(zip(PROMPTS, answers, strict=True)):
         guess, _ = edited(ids, vocab_size, random.Random(f"{SEED} {number}"))
         guesses.append({"prompt": prompt, "prediction": guess, "max_tokens": len(ids)})
     return {
         "code": [{"prompt": prompt} for prompt in PROMPTS],
-        "changed": [*({"prompt": prompt, "counts": False} for prompt in few), *changed],
+        "changed": before + changed,
         "predictions": guesses,
         "random": [
             {"prompt": [rng.randrange(vocab_size) for _ in range(RANDOM_TOKENS)], "temperature": 1.0}
