@@ -15,6 +15,7 @@ from rpc.test_sampling_params import CONTEXT, FEW, FLOATS, INT32, SAMPLING, TEXT
 from outrider.rpc import codec
 from outrider.rpc import messages as m
 from outrider.rpc.errors import InvalidArgument, shown
+from outrider.rpc.generation_codec import POSITIONS
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenWeights, validate_sampling
 from outrider.rpc.sampling_codec import decode_sampling, decode_structured_output, encode_structured_output
 from outrider.rpc.words import sampling_params as s
@@ -190,7 +191,7 @@ def test_small_codecs_of_parts() -> None:
     encoded = encode_structured_output(empty)
     assert decode_structured_output(encoded) == empty
     position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
-    assert codec.decode_position_logprobs(codec.encode_position_logprobs(position)) == position
+    assert POSITIONS.decode(POSITIONS.encode((position,))) == (position,)
 
 
 def test_a_failure_is_a_rich_status() -> None:
