@@ -22,11 +22,11 @@ from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.media import MediaLimits, load_media
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key
-from outrider.gateway.servicer import decode_request
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import Failure
 from outrider.rpc.words.request import MediaSource

@@ -38,7 +38,6 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.servicer import encode_delta
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
 from outrider.gateway.speculation.loop import speculate
@@ -46,6 +45,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
+from outrider.rpc.generation_codec import encode_delta
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
 from outrider.rpc.server import Server

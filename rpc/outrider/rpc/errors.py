@@ -30,7 +30,8 @@ from typing import ClassVar
 import grpc
 import grpc.aio
 
-from outrider.rpc.words.checks import Checks, Violation
+from outrider.rpc.words.checks import Checks
+from outrider.rpc.words.checks import Violation as Violation
 from outrider.rpc.words.checks import kind as kind
 from outrider.rpc.words.checks import quoted as quoted
 from outrider.rpc.words.checks import shown as shown
