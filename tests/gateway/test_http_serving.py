@@ -25,8 +25,8 @@ from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions
 from outrider.gateway.http.responses_input import ResponsesBody, read_responses
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
-from outrider.gateway.servicer import decode_request
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.words.answer import TokenLogprob
 from outrider.rpc.words.request import DRAFT_OPTIONS
 from outrider.rpc.words.sampling_params import PARAMETERS, AcceptanceRule

@@ -27,6 +27,7 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import Failure
 from outrider.rpc.words.request import MediaSource

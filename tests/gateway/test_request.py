@@ -13,10 +13,10 @@ from support.gateways import toy_tokenizer
 from outrider.gateway.prepare import MAX_PROMPT_LOGPROBS, Served, check_request, prepare
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
-from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod, validate_sampling
+from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod
 from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.rpc.words.request import DRAFT_OPTIONS, GenerationRequest, ServerCall, SpeculationOptions
-from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, check_sampling
 
 VOCAB = 100
 LONG = "x" * (MAX_NAME_CHARS + 1)
@@ -64,7 +64,7 @@ def test_what_is_refused_is_named(given: dict[str, Any], fields: list[str]) -> N
     """Beside the sampling parameters: nothing is raised before all parts were checked."""
     found = Violations()
     check_request(found, GenerationRequest(**given), VOCAB)
-    validate_sampling(SamplingParams(top_p=0), VOCAB, VOCAB, found=found)
+    check_sampling(found, SamplingParams(top_p=0), VOCAB, VOCAB)
     with pytest.raises(InvalidArgument) as caught:
         found.raise_if_any()
     assert [violation.field for violation in caught.value.violations] == [*fields, "sampling.top_p"]

@@ -46,6 +46,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
+from outrider.rpc.generation_codec import encode_delta
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
 from outrider.rpc.server import Server

@@ -20,8 +20,8 @@ from support.gateways import PROMPT, gateway, ids_of, text_of, toy_tokenizer
 from outrider.client import Client, Part
 from outrider.gateway import servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
-from outrider.gateway.servicer import decode_request
 from outrider.rpc.errors import InvalidArgument, NotFound
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.messages import DraftMethod
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc

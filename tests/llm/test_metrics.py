@@ -11,7 +11,7 @@ from support.pairs import TinyPair
 
 from outrider.llm import LLM, Counter, Gauge, Histogram, SamplingParams, Vector
 from outrider.llm.metrics import SpeculationLog
-from outrider.planner.policy import SpeculationStats
+from outrider.rpc.words.answer import SpeculationStats
 
 SPEC = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 

@@ -15,17 +15,19 @@ from rpc.test_sampling_params import CONTEXT, FEW, FLOATS, INT32, SAMPLING, TEXT
 from outrider.rpc import codec
 from outrider.rpc import messages as m
 from outrider.rpc.errors import InvalidArgument, shown
+from outrider.rpc.generation_codec import POSITIONS
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenWeights, validate_sampling
-from outrider.rpc.sampling_codec import decode_structured_output, encode_structured_output
+from outrider.rpc.sampling_codec import decode_sampling, decode_structured_output, encode_structured_output
 from outrider.rpc.words import sampling_params as s
 from outrider.rpc.words.answer import TokenLogprob
 from outrider.rpc.words.request import DRAFT_OPTIONS
 from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
 WEIGHTS = st.builds(m.TokenWeights.of, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
-LOGPROBS = tuples(tuples(st.builds(m.TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
+LOGPROBS = tuples(tuples(st.builds(TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
 TIMINGS = st.builds(m.StepTimings, *[UINT32] * 8)
 LOAD = st.builds(m.Load, *[UINT32] * 3)
 MESSAGES: dict[str, SearchStrategy] = {
@@ -51,7 +53,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         tokenizer_fingerprint=TEXTS,
         suspect=st.booleans(),
         plain=st.booleans(),
-        reasoning=st.none() | st.builds(m.Reasoning, tuples(UINT32, min_size=1), tuples(UINT32), UINT32, st.booleans()),
+        reasoning=st.none() | st.builds(Reasoning, tuples(UINT32, min_size=1), tuples(UINT32), UINT32, st.booleans()),
     ),
     "close": st.builds(m.Close, UINT32),
     "closed": st.builds(m.Closed, UINT32),
@@ -152,7 +154,7 @@ def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
 
 def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
-        s.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
+        decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 9, which .*; allowed: 0 to 3$"):
         codec.OPEN.decode(common_pb2.Open(acceptance=9))  # type: ignore[arg-type]
 
@@ -182,12 +184,12 @@ def test_which_of_the_kept_tokens_were_forced(num_origins: int, num_accepted: in
 
 def test_small_codecs_of_parts() -> None:
     unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
-    assert s.decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
-    empty = s.StructuredOutput(choice=())
+    assert decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
+    empty = StructuredOutput(choice=())
     encoded = encode_structured_output(empty)
     assert decode_structured_output(encoded) == empty
     position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
-    assert codec.decode_position_logprobs(codec.encode_position_logprobs(position)) == position
+    assert POSITIONS.decode(POSITIONS.encode((position,))) == (position,)
 
 
 def test_a_failure_is_a_rich_status() -> None:
@@ -239,9 +241,9 @@ BAD_OPEN: list[tuple[str, dict[str, Any]]] = [
     *((f"open.{name}", {name: float("nan")}) for name in DRAFT_OPTIONS),
     ("open.salt", {"salt": "x" * 129}),
     ("open.adapter", {"adapter": "x" * 129}),
-    ("open.reasoning.end_ids", {"reasoning": m.Reasoning(())}),
-    ("open.reasoning.start_ids[0]", {"reasoning": m.Reasoning((1,), (VOCAB,))}),
-    ("open.reasoning.max_tokens", {"reasoning": m.Reasoning((1,), max_tokens=2**31)}),
+    ("open.reasoning.end_ids", {"reasoning": Reasoning(())}),
+    ("open.reasoning.start_ids[0]", {"reasoning": Reasoning((1,), (VOCAB,))}),
+    ("open.reasoning.max_tokens", {"reasoning": Reasoning((1,), max_tokens=2**31)}),
     ("open.method", {"method": "x" * 129}),
     ("open.sampling.top_p", {"sampling": SamplingParams(top_p=0)}),
 ]

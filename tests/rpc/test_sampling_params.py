@@ -337,7 +337,7 @@ def test_a_parameter_stands_where_something_is_computed_with_it() -> None:
     sources = [path for top in tops for path in (root / top).rglob("*.py")]
     named = {str(path.relative_to(root)) for path in sources if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
     assert named == {
-        "rpc/outrider/rpc/sampling_params.py",
+        "rpc/outrider/rpc/words/sampling_params.py",
         "engine/outrider/engine/sampler.py",
         "kernels/outrider/kernels/types.py",
         "kernels/outrider/kernels/sampling/reference.py",

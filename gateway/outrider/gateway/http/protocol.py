@@ -3,7 +3,7 @@
 A model holds a body's shape; values are judged by the one validator that gRPC has, too, so their fields are `Any` here.
 Fields are OpenAI's, vLLM's further ones, and `speculation`. Null is absent. A field that nobody knows is ignored, as by
 vLLM, but in `speculation`, which is our own; one that is known and would change the answer, but is not supported, is
-refused by name. Sampling parameters are not named here: they are the table's in `outrider.rpc.sampling_params`."""
+refused by name. Sampling parameters are not named here: they are the table's in `words.sampling_params`."""
 
 from __future__ import annotations
 
