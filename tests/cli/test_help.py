@@ -17,7 +17,9 @@ from outrider.target_service.settings import TargetSettings
 MODELS: list[type[ServiceSettings]] = [
     TargetSettings, DraftSettings, GatewaySettings, ServeSettings, DemoSettings, ColocatedSettings,
 ]  # fmt: skip
-LEANS = re.compile(r"\b(the same (?:of|as|again)|before that|after that|this one|ditto|see above|see below)\b|^of ", re.IGNORECASE)
+LEANS = re.compile(
+    r"\b(the same (?:of|as|again)|before that|after that|this one|ditto|see above|see below)\b|^of ", re.IGNORECASE
+)
 
 
 @pytest.mark.parametrize("model", MODELS)
