@@ -58,10 +58,6 @@ class MethodSettings(NgramSettings, SuffixSettings):
         False, description="a method may be package.module.Class: your own class, imported and run in this process"
     )
 
-    def of_methods(self) -> dict[str, Any]:
-        """What was set, for a process that is started with the same."""
-        return {name: getattr(self, name) for name in MethodSettings.model_fields if name in self.model_fields_set}
-
 
 @dataclass(frozen=True, slots=True)
 class DraftingMethod:
