@@ -21,7 +21,6 @@ from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.media import MediaLimits, load_media
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key
-from outrider.gateway.servicer import decode_request
 from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round

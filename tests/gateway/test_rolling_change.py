@@ -38,7 +38,6 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request_metrics import measure
-from outrider.gateway.servicer import encode_delta
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
 from outrider.gateway.speculation.loop import speculate
