@@ -1,6 +1,6 @@
 """Whether a change touches what some slow tests are about: `python tests/support/changes.py vllm` ends with 0 if it
 does, or if that cannot be known, and with 1 if it does not. The change is what lies between the working tree and the
-commit at which it left `origin/main`; on `main` itself it is the last commit."""
+commit at which it left `origin/main`; on `main` itself, as it is there, it is the last commit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def git(*arguments: str) -> list[str] | None:
 def changed_files() -> list[str] | None:
     """From the repository's root; None if that cannot be known."""
     head, fork = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "origin/main")
-    base = fork if fork and fork != head else git("rev-parse", "--verify", "--quiet", "HEAD~1")
+    if fork is None:
+        return None
+    base = fork if fork != head else git("rev-parse", "--verify", "--quiet", "HEAD~1")
     return git("diff", "--name-only", base[0]) if base else None
 
 
