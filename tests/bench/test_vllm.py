@@ -52,5 +52,5 @@ def test_ways_are_compared_with_vllms_own_run_by_run() -> None:
 @pytest.mark.parametrize(("engine", "arguments"), [("vllm", {"enforce_eager": False}), ("outrider", {})])
 def test_a_target_takes_its_flags(engine: str, arguments: dict[str, bool]) -> None:
     settings = parse_settings(TargetSettings, [*target_flags(engine), "--model", "/models/target"], "target", "")
-    assert (settings.engine, settings.cache_mb, settings.prefix_cache) == (engine, 1024, False)
+    assert (settings.engine, settings.cache_mb) == (engine, 1024)
     assert settings.engine_args == arguments, "vLLM's own worker compiles, too"
