@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -392,9 +393,10 @@ def test_one_request_whatever_the_entry() -> None:
     for name in DRAFT_OPTIONS:
         setattr(message.speculation, name, 0.25)
     defaults = engine.verifier.info.model.default_sampling
-    assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
-    empty = pb.GenerateRequest(text="x")
-    assert read_completion(parse_body(b'{"prompt": "x"}'), None, engine).requests == (decode_request(empty, defaults),)
+    for given, sent in ((body, message), (parse_body(b'{"prompt": "x"}'), pb.GenerateRequest(text="x"))):
+        (read,) = read_completion(given, None, engine).requests
+        decoded = decode_request(sent, defaults)
+        assert replace(read, unset=decoded.unset) == decoded and read.max_tokens_given == decoded.max_tokens_given
 
 
 async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,9 @@ class GenerationRequest:
     tool_choice: Any = None  # in OpenAI's form: auto, none, required, or a function; None: auto
     parallel_tool_calls: bool = True
     sampling: SamplingParams | None = None  # None: the model's defaults
-    unset: tuple[str, ...] = ()  # fields of sampling that are left open: the model's defaults stand there
+    # Fields of sampling that are left open, where the model's defaults stand: a client sends none of them. HTTP names
+    # max_tokens alone, which is read again.
+    unset: tuple[str, ...] = ()
     reasoning: ReasoningOptions | None = None
     prediction: str | tuple[int, ...] | None = None  # a guess at the output, as text or token ids
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
