@@ -312,7 +312,7 @@ async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:
     opened = target.opens[0]
     assert (opened.seed, opened.acceptance, opened.method) == (77, AcceptanceRule.COUPLED, "draft_model")
     assert opened.sampling.seed is None and answer[0][0].seed == 77
-    assert answer[0][-1].acceptance is AcceptanceRule.COUPLED
+    assert answer[0][-1].speculation.acceptance is AcceptanceRule.COUPLED
 
 
 async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Tokenizer) -> None:
@@ -332,7 +332,8 @@ async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Token
         with pytest.raises(InvalidArgument, match=f"^{re.escape(problem)}$"):
             await run(engine, request)
     answer = await run(engine, ask())
-    assert answer[0][-1].acceptance is AcceptanceRule.REJECTION  # the gateway's own choice is one that the target knows
+    stats = answer[0][-1].speculation  # the gateway's own choice is one that the target knows
+    assert stats is not None and stats.acceptance is AcceptanceRule.REJECTION
 
 
 async def test_all_log_probabilities_need_the_flag(tokenizer: Tokenizer) -> None:

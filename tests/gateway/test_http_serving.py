@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from starlette.responses import JSONResponse
-from support.fakes import EOS, ToyDraft, ToyTarget, expected, request, scripted, target_info, with_adapters
+from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted, target_info, with_adapters
 from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
 
 from outrider.client import Client
-from outrider.gateway import servicer
+from outrider.gateway import off_loop, servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
@@ -416,7 +416,7 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
     for name in ("dumps", "dumps_in_pieces"):
         monkeypatch.setattr(sse, name, seen(getattr(sse, name)))
     monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
-    for module in (request, serving):
+    for module in (off_loop, serving):
         monkeypatch.setattr(module, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with gateway(ToyTarget()) as served, served.client() as client:

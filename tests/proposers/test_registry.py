@@ -143,7 +143,8 @@ def test_a_class_of_the_users_own_runs_where_code_is_allowed() -> None:
     assert isinstance(methods[0], LastToken) and info.methods[0].name == info.model.name == "last_token"
     gateway = GatewaySettings(target=["a:1"], draft=[f"{OWN},ngram"], tokenizer=Path("x"), allow_code=True)
     assert gateway.local_methods == [OWN, "ngram"]
-    assert ServeSettings(method=OWN, allow_code=True).draft_arguments()[-2:] == [f"--method={OWN}", "--allow-code"]
+    served = ServeSettings.model_validate({"draft": {"method": OWN, "allow_code": True}})
+    assert served.draft_arguments()[-2:] == [f"--method={OWN}", "--allow-code"]
     for config in ({"method": OWN}, {"model": OWN}, {"method": "custom_class", "model": OWN}):
         made = SpeculativeConfig.supported({**config, "num_speculative_tokens": 2})
         assert made is not None and (made.method, made.model) == (OWN, None)
@@ -172,7 +173,7 @@ def test_a_class_is_refused_elsewhere() -> None:
     for make in (
         lambda: make_proposer(OWN, {}),
         lambda: DraftSettings(method=OWN),
-        lambda: ServeSettings(method=OWN),
+        lambda: ServeSettings.model_validate({"draft": {"method": OWN}}),
         lambda: GatewaySettings(target=["a:1"], draft=[OWN], tokenizer=Path("x")),
     ):
         with pytest.raises(ValueError, match=problem):
