@@ -61,7 +61,7 @@ def symbols(page: Path, text: str) -> Iterator[str]:
             yield f"{name} in {link}"
 
 
-def tests(page: Path, text: str) -> Iterator[str]:
+def proofs(page: Path, text: str) -> Iterator[str]:
     for file, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text):
         if not (REPOSITORY / file).exists() or name not in defined(REPOSITORY / file):
             yield f"{file}::{name}"
@@ -73,7 +73,7 @@ def targets(page: Path, text: str) -> Iterator[str]:
     return (name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE))
 
 
-CHECKS: list[Callable[[Path, str], Iterator[str]]] = [links, files, symbols, tests, targets]
+CHECKS: list[Callable[[Path, str], Iterator[str]]] = [links, files, symbols, proofs, targets]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
