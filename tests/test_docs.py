@@ -61,7 +61,7 @@ def symbols(page: Path, text: str) -> Iterator[str]:
             yield f"{name} in {link}"
 
 
-def held_by(page: Path, text: str) -> Iterator[str]:
+def proofs(page: Path, text: str) -> Iterator[str]:
     for file, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text):
         if not (REPOSITORY / file).exists() or name not in defined(REPOSITORY / file):
             yield f"{file}::{name}"
@@ -73,7 +73,7 @@ def targets(page: Path, text: str) -> Iterator[str]:
     return (name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE))
 
 
-CHECKS: list[Callable[[Path, str], Iterator[str]]] = [links, files, symbols, held_by, targets]
+CHECKS: list[Callable[[Path, str], Iterator[str]]] = [links, files, symbols, proofs, targets]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,8 +89,8 @@ def test_every_promise_has_its_tests(name: str) -> None:
     rows = re.findall(r"^\| (?!-|promise )(.+) \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= LEAST_PROMISES[name]
     for promise, named in rows:
-        tests = re.findall(r"`tests/[\w/]+\.py::test_\w+`", named)
-        assert tests and len(tests) == named.count("`") // 2, promise
+        held_by = re.findall(r"`tests/[\w/]+\.py::test_\w+`", named)
+        assert held_by and len(held_by) == named.count("`") // 2, promise
 
 
 def test_each_check_finds_what_is_not_there() -> None:
