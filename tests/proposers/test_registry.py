@@ -144,7 +144,7 @@ def test_a_class_of_the_users_own_runs_where_code_is_allowed() -> None:
     gateway = GatewaySettings(target=["a:1"], draft=[f"{OWN},ngram"], tokenizer=Path("x"), allow_code=True)
     assert gateway.local_methods == [OWN, "ngram"]
     served = ServeSettings.model_validate({"draft": {"method": OWN, "allow_code": True}})
-    assert served.draft_arguments()[-2:] == [f"--method={OWN}", "--allow-code"]
+    assert {f"--method={OWN}", "--allow-code"} <= {*served.draft_arguments()}
     for config in ({"method": OWN}, {"model": OWN}, {"method": "custom_class", "model": OWN}):
         made = SpeculativeConfig.supported({**config, "num_speculative_tokens": 2})
         assert made is not None and (made.method, made.model) == (OWN, None)
