@@ -312,7 +312,7 @@ _DELTA = by_fields(
     pb.GenerateResponse,
     without=(*KNOWN_BY_THE_GATEWAY, "stop_reason"),
     tool_calls=each(by_fields(ToolCallDelta, pb.ToolCallDelta, without=("num_before",))),
-    origins=each(Codec(int, TokenOrigin)),
+    origins=Codec(PLAIN.encode, lambda numbers: tuple(map(TokenOrigin, numbers))),
     logprobs=POSITIONS,
     prompt_logprobs=POSITIONS,
     finish_reason=FINISH,
