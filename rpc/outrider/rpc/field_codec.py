@@ -59,11 +59,10 @@ def by_fields(kind: type[M], proto: type[P], without: Collection[str] = (), **ot
     readers = [_reader(proto, one.name, others.get(one.name), one.default) for one in sent]
     # What a field holds that is not written: most fields of most messages hold it.
     unwritten = [(one.name, _unwritten(proto, one.name, one.default)) for one in sent]
-    get = attrgetter(*names) if len(names) > 1 else lambda message: (getattr(message, names[0]),)
 
     def encode(message: M) -> P:
-        held = zip(unwritten, get(message), strict=True)
-        return message_of(proto, {name: value for (name, default), value in held if value is not default}, others)
+        held = {name: value for name, default in unwritten if (value := getattr(message, name)) is not default}
+        return message_of(proto, held, others)
 
     def decode(message: P) -> M:
         if in_order:
@@ -77,7 +76,7 @@ def message_of(proto: type[P], values: dict[str, Any], codecs: Mapping[str, Code
     """A message of these values, those that are None left out. BadField names the first that its field cannot hold."""
     try:
         coded = [(name, value) for name in values.keys() & codecs.keys() if (value := values[name]) is not None]
-        return proto(**values | {name: codecs[name].encode(value) for name, value in coded})
+        return proto(**(values | {name: codecs[name].encode(value) for name, value in coded}))
     except _ERRORS as error:
         raise _bad_field(proto, values, codecs) or error from None
 

@@ -220,7 +220,7 @@ def _decode_choice(text: str) -> Any:
 
 
 def _encode_prediction(guess: str | Sequence[int]) -> pb.Prediction:
-    return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=TOKEN_IDS.encode(guess))  # type: ignore[arg-type]
+    return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=pb.TokenIds(ids=guess))
 
 
 def _decode_prediction(message: pb.Prediction) -> str | tuple[int, ...]:
@@ -242,8 +242,9 @@ def _encode_picture(one: MediaSource | pb.Media | bytes) -> pb.Media:
         return pb.Media(data=one)
     if one.url:
         raise TypeError("nothing is read of a URL here")
-    source = {"path": one.path} if one.data is None else {"data": one.data}
-    return pb.Media(mime_type=one.mime_type, **source)  # type: ignore[arg-type]  # of the source's own type
+    if one.data is None:
+        return pb.Media(mime_type=one.mime_type, path=one.path)
+    return pb.Media(mime_type=one.mime_type, data=one.data)
 
 
 def _decode_picture(message: pb.Media) -> MediaSource:
