@@ -57,7 +57,7 @@ class Writer:
     def content(self, token_id: int) -> bytes:
         """The bytes that a token stands for; of a special one its name."""
         token = self.lexicon.tokens[token_id] if token_id < len(self.lexicon.tokens) else None
-        return b"" if token is None else token[1].replace(MARK, b"\xef\xbf\xbd")
+        return b"" if token is None else token.content.replace(MARK, b"\xef\xbf\xbd")
 
     def text(self, token_id: int, at_start: bool) -> bytes:
         """The same without the space that stands before the first word alone in tokens."""
@@ -67,7 +67,7 @@ class Writer:
     def is_special(self, token_id: int) -> bool:
         """Whether it is no text."""
         token = self.lexicon.tokens[token_id] if token_id < len(self.lexicon.tokens) else None
-        return token is not None and token[0] == "special"
+        return token is not None and token.kind == "special"
 
     def can_say(self, text: bytes) -> bool:
         """Whether there are tokens for these bytes."""

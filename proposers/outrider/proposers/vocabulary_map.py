@@ -108,11 +108,11 @@ class VocabularyMap:
         token = self.target.tokens[token_id] if token_id < len(self.target.tokens) else None
         if token is None:
             return ()
-        if token[0] == "special":  # the draft may have one token for several roles
+        if token.kind == "special":  # the draft may have one token for several roles
             names = [role for role in ROLES if self.target.roles.get(role) == token_id and role in self.draft.roles]
             if names:
                 return (self.draft.roles[names[0]],)
-        return self._speller.fewest_tokens(token[1])
+        return self._speller.fewest_tokens(token.content)
 
     @property
     def stand_in(self) -> int:

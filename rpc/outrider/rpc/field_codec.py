@@ -57,18 +57,12 @@ def by_fields(kind: type[M], proto: type[P], without: Collection[str] = (), **ot
     names = [one.name for one in sent]
     in_order = not without and not any(one.kw_only for one in sent)
     readers = [_reader(proto, one.name, others.get(one.name), one.default) for one in sent]
-    implied = [
-        (one.name, one.default)
-        for one in sent
-        if one.default is not MISSING and one.default is not None and _has_presence(proto, one.name)
-    ]
+    # What a field holds that is not written: most fields of most messages hold it.
+    unwritten = [(one.name, _unwritten(proto, one.name, one.default)) for one in sent]
 
     def encode(message: M) -> P:
-        values = {name: getattr(message, name) for name in names}  # protobuf leaves None out
-        for name, default in implied:
-            if values[name] is default:
-                values[name] = None
-        return message_of(proto, values, others)
+        held = {name: value for name, default in unwritten if (value := getattr(message, name)) is not default}
+        return message_of(proto, held, others)
 
     def decode(message: P) -> M:
         if in_order:
@@ -78,14 +72,11 @@ def by_fields(kind: type[M], proto: type[P], without: Collection[str] = (), **ot
     return Codec(encode, decode)
 
 
-def message_of(proto: type[P], values: Mapping[str, Any], codecs: Mapping[str, Codec[Any, Any]]) -> P:
-    """A message of these values. BadField names the first that its field cannot hold."""
-    encoded = dict(values)
+def message_of(proto: type[P], values: dict[str, Any], codecs: Mapping[str, Codec[Any, Any]]) -> P:
+    """A message of these values, those that are None left out. BadField names the first that its field cannot hold."""
     try:
-        for name, codec in codecs.items():
-            if encoded.get(name) is not None:
-                encoded[name] = codec.encode(encoded[name])
-        return proto(**encoded)
+        coded = [(name, value) for name in values.keys() & codecs.keys() if (value := values[name]) is not None]
+        return proto(**(values | {name: codecs[name].encode(value) for name, value in coded}))
     except _ERRORS as error:
         raise _bad_field(proto, values, codecs) or error from None
 
@@ -107,6 +98,11 @@ def _words(proto: type[Any], name: str) -> str:
     """What the protocol says that a field takes."""
     one = NUMBERS.get(proto.DESCRIPTOR.fields_by_name[name].cpp_type, "a message")
     return f"a list, each entry {one}" if isinstance(getattr(proto(), name), MutableSequence) else one
+
+
+def _unwritten(proto: type[Any], name: str, default: Any) -> Any:
+    """The default that an absent field stands for; MISSING where none does."""
+    return default if _has_presence(proto, name) or not default else MISSING
 
 
 def _has_presence(proto: type[Any], name: str) -> bool:

@@ -220,7 +220,7 @@ def _decode_choice(text: str) -> Any:
 
 
 def _encode_prediction(guess: str | Sequence[int]) -> pb.Prediction:
-    return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=TOKEN_IDS.encode(guess))  # type: ignore[arg-type]
+    return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=pb.TokenIds(ids=guess))
 
 
 def _decode_prediction(message: pb.Prediction) -> str | tuple[int, ...]:
@@ -242,8 +242,9 @@ def _encode_picture(one: MediaSource | pb.Media | bytes) -> pb.Media:
         return pb.Media(data=one)
     if one.url:
         raise TypeError("nothing is read of a URL here")
-    source: dict[str, Any] = {"path": one.path} if one.data is None else {"data": one.data}
-    return pb.Media(mime_type=one.mime_type, **source)
+    if one.data is None:
+        return pb.Media(mime_type=one.mime_type, path=one.path)
+    return pb.Media(mime_type=one.mime_type, data=one.data)
 
 
 def _decode_picture(message: pb.Media) -> MediaSource:
@@ -312,7 +313,7 @@ _DELTA = by_fields(
     pb.GenerateResponse,
     without=(*KNOWN_BY_THE_GATEWAY, "stop_reason"),
     tool_calls=each(by_fields(ToolCallDelta, pb.ToolCallDelta, without=("num_before",))),
-    origins=each(Codec(int, TokenOrigin)),
+    origins=Codec(PLAIN.encode, lambda numbers: tuple(map(TokenOrigin, numbers))),
     logprobs=POSITIONS,
     prompt_logprobs=POSITIONS,
     finish_reason=FINISH,
