@@ -16,7 +16,7 @@ from outrider.draft_service.settings import DraftSettings
 from outrider.engine.token_tree import TokenTree
 from outrider.gateway.auth import Tokens
 from outrider.gateway.settings import GatewaySettings
-from outrider.pairs import pair_path
+from outrider.pairs import name_of, pair_path
 from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, method_of
 from outrider.rpc.hub import embedded, locate
 from outrider.rpc.security import ServerTls
@@ -85,7 +85,7 @@ class LocalSettings(ServiceSettings):
         pair = given.get("pair") or cls.model_fields["pair"].default
         named = embedded(target["model"]) if target.get("model") else None
         if named is not None and named.name == "target" and not draft.get("model") and not target.get("head"):
-            pair = named.parent.name  # the pair's name brings what drafts for its target, too
+            pair = name_of(named).partition("/")[0]  # the pair's name brings what drafts for its target, too
             del target["model"]
         is_pair = not target.get("model")
         if draft.get("method") in HEADS:
