@@ -21,7 +21,7 @@ from support.fakes import ToyDraft, ToyTarget
 from support.gateways import PROMPT, toy_tokenizer
 
 from outrider.client import Client, SyncClient
-from outrider.gateway import __main__ as gateway_main
+from outrider.gateway import boot
 from outrider.gateway.auth import CALLER, OPEN_PATHS, Caller, Tokens
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.server import HttpServer, build_app
@@ -117,13 +117,13 @@ async def test_the_blocking_client_has_a_token_too(path: Path) -> None:
 
 async def test_a_caller_s_calls_leave_room_for_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of which no request comes, too."""
-    monkeypatch.setattr(gateway_main, "STREAMS_BESIDE", 0)
+    monkeypatch.setattr(boot, "STREAMS_BESIDE", 0)
     settings = GatewaySettings(
         target=["127.0.0.1:1"], tokenizer=path.parent, listen="127.0.0.1:0", max_active=2, max_waiting=6
     )
     targets: Any = SimpleNamespace(wait_usable=lambda: asyncio.sleep(0), usable=True)
     engine = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
-    server = gateway_main._build(settings, engine, targets, None, Tokens(path), reuse_port=False)
+    server = boot._new_server(settings, engine, targets, None, Tokens(path), reuse_port=False)
     await server.start()
     try:
         async with connect(server.address) as channel, Client(server.address, token=BOB) as bob:
