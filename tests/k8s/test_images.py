@@ -82,7 +82,7 @@ def loaded_by(module: str) -> set[str]:
         if path is not None and path not in found:
             found.add(path)
             ahead += [imported.name for imported in imports_of(path, lazy=False)]
-    return {package_of(path) for path in found}
+    return {{"words": "rpc", "vllm.target": "vllm"}.get(part, part) for part in map(package_of, found)}
 
 
 def depth_of(path: Path) -> int:
