@@ -83,7 +83,7 @@ from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
 from outrider.rpc.words.answer import GenerationDelta
-from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions, options_for_draft
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.adapter_changes import AdapterChanges
 from outrider.target_service.boot import (
@@ -537,7 +537,7 @@ def start_local(
             if speculation.tree is not None
             else acceptance_of(speculation.rejection_sample_method),
             greedy_draft=speculation.draft_sample_method == "greedy",
-            **draft_options(speculation),
+            **options_for_draft(speculation),
         )
     adapters = HeldAdapters(target, arguments.num_adapters) if arguments.enable_lora else None
     return LocalBackend(

@@ -144,7 +144,7 @@ _ORIGINS = {int(origin): origin for origin in TokenOrigin}
 _OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
 _OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
 _REASONING_FIELDS = by_fields(Reasoning, pb.Reasoning)
-_REASONING: Codec[Reasoning | None, Any] = Codec(
+_REASONING: Codec[Any, Any] = Codec(
     _REASONING_FIELDS.encode, lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None
 )
 _MEDIA: Codec[Media, pb.MediaInfo] = Codec(
