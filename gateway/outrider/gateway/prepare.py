@@ -40,7 +40,7 @@ from outrider.rpc.messages import (
     validate_prompt_ids,
 )
 from outrider.rpc.words.checks import ALL_LOGPROBS
-from outrider.rpc.words.request import GenerationRequest, SpeculationOptions, draft_options
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions, options_for_draft
 from outrider.rpc.words.sampling_params import (
     MAX_LOGPROBS,
     AcceptanceRule,
@@ -169,7 +169,7 @@ class Prepared:
             media=self.media,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             reasoning=None if self.reasoning is None else self.reasoning.message,
-            **draft_options(self.request.speculation),
+            **options_for_draft(self.request.speculation),
             plain=not self.request.speculation.enabled or self.request.speculation.num_draft_tokens == 0,
         )
 

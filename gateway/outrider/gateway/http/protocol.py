@@ -53,7 +53,7 @@ from outrider.rpc.words.request import (
     ReasoningOptions,
     ServerCall,
     SpeculationOptions,
-    draft_options,
+    options_for_draft,
 )
 from outrider.rpc.words.sampling_params import DEFAULT_SAMPLING, PARAMETERS, AcceptanceRule, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
@@ -211,8 +211,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-_FIELDS: dict[str, Any] = {name: (Any, value) for name, value in draft_options(DraftOptions()).items()}
-_ForDrafts: Any = create_model("_ForDrafts", __base__=Body, **_FIELDS)
+_OF_DRAFTS: dict[str, Any] = {name: (Any, value) for name, value in options_for_draft(DraftOptions()).items()}
+_ForDrafts: Any = create_model("_ForDrafts", __base__=Body, **_OF_DRAFTS)
 
 
 class Speculation(_ForDrafts):  # whose fields are made of a table

@@ -44,7 +44,7 @@ DRAFT_OPTIONS: Mapping[str, Range] = {
 }
 
 
-def draft_options(source: object) -> dict[str, Any]:
+def options_for_draft(source: object) -> dict[str, Any]:
     """The fields of DraftOptions, by name, of whatever has them."""
     return {name: getattr(source, name) for name in DRAFT_OPTIONS}
 
