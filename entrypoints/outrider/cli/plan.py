@@ -138,8 +138,8 @@ def measured(settings: PlanSettings) -> PlanSettings:
     ValueError."""
     import asyncio
 
+    from outrider.cli.arguments import load_tokenizer
     from outrider.cli.plan_measure import measure
-    from outrider.cli.terminal import load_tokenizer
 
     ids: Sequence[int] = (1, 2, 3, 4)  # where acceptance is given, any tokens will do
     if settings.tokenizer is not None:
