@@ -131,7 +131,8 @@ def _of_all(seen: Deployment) -> Iterator[Finding]:
                     yield Finding(PROBLEM, check, subject, meaning.format(name=name, values=shown))
 
 
-def _answering(peers: Iterable[Peer[Any]]) -> list[Any]:  # peers whose info is there
+def _answering(peers: Iterable[Peer[Any]]) -> list[Any]:
+    """The peers that have an info: it is read by the fields of its kind."""
     return [peer for peer in peers if peer.info is not None]
 
 
