@@ -310,7 +310,8 @@ class VllmTarget(LocalVerifier):
 
     def cache_usage(self) -> float:
         """The share of its cache that was in use after the last step."""
-        return 1 - self.engine.load().free_blocks / self.engine.limits.num_blocks
+        used: float = 1 - self.engine.load().free_blocks / self.engine.limits.num_blocks
+        return used
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""
