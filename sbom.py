@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-PROJECT = Path(__file__).parent / "pyproject.toml"
+ROOT = Path(__file__).parent
 LEFT_OUT = {"dev"}  # extras
 MAX_LICENSE_CHARS = 100  # of a name; what is longer is a licence's whole text
 
@@ -34,18 +34,26 @@ class Needed:
 
 def main(path: Path) -> None:
     """Writes the file."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    path.write_text(json.dumps(bill_of(project), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    own = {project["name"]: project for project in map(project_in, [ROOT, *sorted(ROOT.glob("outrider-*"))])}
+    path.write_text(json.dumps(bill_of(own), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def bill_of(project: dict[str, Any]) -> dict[str, Any]:
-    """The whole document, of the contents of [project]."""
-    name, version = project["name"], project["version"]
+def project_in(folder: Path) -> dict[str, Any]:
+    """The table [project] of a wheel's folder."""
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def bill_of(own_wheels: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The whole document, of the wheels of this repository by name; the first is `outrider`, whose extras ask for the
+    others."""
+    name, project = next(iter(own_wheels.items()))
+    version = project["version"]
     needed: dict[str, Needed] = {}
     direct: set[str] = set()
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
     for extra in sorted(extras.keys() - LEFT_OUT):
-        direct |= collect(needed, extra, list(map(Requirement, extras[extra])), name)
+        direct |= collect(needed, extra, list(map(Requirement, extras[extra])), own_wheels)
     own = {"type": "application", "name": name, "version": version, "bom-ref": f"pkg:pypi/{name}@{version}"}
     own |= {"purl": own["bom-ref"], "licenses": [{"license": {"id": project["license"]}}]}
     components = [component(one, needed[one]) for one in sorted(needed)]
@@ -63,12 +71,21 @@ def bill_of(project: dict[str, Any]) -> dict[str, Any]:
     return {**bill, "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(bill, sort_keys=True))}"}
 
 
-def collect(needed: dict[str, Needed], extra: str, requirements: Iterable[Requirement], own: str) -> set[str]:
-    """Adds what these requirements come to, and returns the names of those that hold here."""
+def collect(
+    needed: dict[str, Needed], extra: str, requirements: Iterable[Requirement], own: dict[str, dict[str, Any]]
+) -> set[str]:
+    """Adds what these requirements come to, and returns the names of those that hold here. What a wheel of our own asks
+    for counts as asked for by the extra that brings it."""
     names = set()
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
-        if name == own:  # of other extras, which are collected by themselves
+        if name in own:
+            if name != next(iter(own)):  # whose extras are collected by themselves
+                asked = [
+                    *own[name]["dependencies"],
+                    *(line for inner in requirement.extras for line in own[name]["optional-dependencies"][inner]),
+                ]
+                names |= collect(needed, extra, list(map(Requirement, asked)), own)
             continue
         names.add(name)
         known = needed.setdefault(name, Needed(str(requirement.specifier)))

@@ -1,49 +1,47 @@
 """The dependency rules of the source roots, read from the syntax trees. Imports inside functions count, too, but for
-the command line's, which is made of them."""
+the command line's, which is made of them; between files all count, also those for types alone."""
 
 from __future__ import annotations
 
 import ast
-import tomllib
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOTS = tuple(
-    tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
-        "dev-mode-dirs"
-    ]
-)
+ROOTS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("*/outrider")))
+WHEELS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("outrider-*/pyproject.toml")))  # beside the first
 
-RPC = {"rpc", "v1"}
+RPC = {"rpc", "words", "v1"}
 MODEL = {"kernels", "engine", "proposers"}
 SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
     "v1": set(),
-    "rpc": {"v1", "pairs"},  # whose name stands for its folders
-    "planner": {"rpc"},
+    "words": set(),  # rpc.words: data alone
+    "rpc": {"v1", "words", "pairs"},  # whose name stands for its folders
+    "planner": {"rpc", "words"},
     "kernels": set(),
-    "engine": {"kernels"},
-    "proposers": {"kernels", "engine"},
+    "engine": {"kernels", "words"},
+    "proposers": {"kernels", "engine", "words"},
     "draft_service": MODEL | RPC | {"planner"},
-    "target_service": MODEL | RPC | {"planner", "pairs", "vllm"},  # --expand builds a large network from a small one
+    "target_service": MODEL | RPC | {"planner", "pairs"},  # --expand builds a large network from a small one
     "vllm": RPC | {"kernels", "target_service"},  # what a vLLM's own processes load
+    "vllm.target": MODEL | RPC | {"planner", "target_service", "vllm"},
     "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
     "llm": MODEL | RPC | SERVICES | {"planner", "client"},
     "client": RPC,
-    "cli": MODEL
-    | RPC
-    | SERVICES
-    | {"planner", "pairs", "training", "llm", "client"},  # the bench's commands are names of modules
+    "cli": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client"},
     "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},
     "pairs": set(),
-    "training": MODEL | {"pairs"},
+    "training": MODEL | RPC | {"pairs", "cli"},
 }
 TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {
+    "words": {"torch", "transformers", "grpc", "google", "tokenizers", "numpy", "pydantic"},
     "rpc": {"torch", "transformers"},
     "planner": {"torch", "grpc", "asyncio"},
     "kernels": {"grpc"},
@@ -54,14 +52,13 @@ FORBIDDEN: dict[str, set[str]] = {
 # Who may know protobuf; everybody else sees dataclasses.
 KNOWS_PROTOBUF = (
     "rpc/codec.py",
-    "rpc/sampling_params.py",
-    "rpc/structured.py",
+    "rpc/field_codec.py",
+    "rpc/generation_codec.py",
+    "rpc/sampling_codec.py",
     "peers/remote.py",
     "peers/vocabulary_offer.py",
     "vllm/draft_pool.py",
-    "bench/gateway/peers.py",
-    "bench/gateway/clients.py",
-    "bench/scripted_draft.py",
+    "bench/gateway_peers.py",
 )
 KNOWS_STATUS = ("rpc/status.py", "rpc/interceptors.py", *KNOWS_PROTOBUF)
 
@@ -83,13 +80,20 @@ class Import:
     def parts(self) -> list[str]:
         return self.name.split(".")
 
+    @property
+    def root(self) -> str:
+        """The part of the namespace that is imported."""
+        return "words" if self.parts[1:3] == ["rpc", "words"] else self.parts[1]
+
     def __str__(self) -> str:
         return f"{self.path.relative_to(REPOSITORY)}:{self.line} imports {self.name}"
 
 
 def package_of(path: Path) -> str:
     parts = path.parts[path.parts.index("outrider", len(REPOSITORY.parts)) + 1 :]
-    return parts[0].removesuffix(".py")
+    if parts[:2] == ("rpc", "words"):
+        return "words"
+    return "vllm.target" if parts[:2] == ("vllm", "target") else parts[0].removesuffix(".py")
 
 
 def sources() -> list[Path]:
@@ -144,7 +148,8 @@ def test_dependencies_point_one_way(imports: list[Import]) -> None:
         for found in imports
         if found.parts[0] == "outrider"
         and len(found.parts) > 1
-        and found.parts[1] not in ALLOWED[found.package] | {found.package}
+        and found.name != "outrider.rpc"  # `from outrider.rpc import words` names it, too, and it is empty
+        and found.root not in ALLOWED[found.package] | {found.package}
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -167,6 +172,14 @@ def test_the_gateway_takes_only_token_only_proposers(imports: list[Import]) -> N
     assert not wrong, "\n".join(map(str, wrong))
 
 
+def test_words_are_data_alone() -> None:
+    """Whoever imports all of them has neither gRPC nor protobuf nor torch, whatever these import in turn."""
+    names = [f"outrider.rpc.words.{path.stem}" for path in sources() if package_of(path) == "words"]
+    script = f"import sys, {', '.join(names)}\nprint(*(sys.modules.keys() & {{'grpc', 'google.protobuf', 'torch'}}))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert len(names) > 5 and not ran.stdout.strip()
+
+
 def _is_token_only(path: Path) -> bool:
     """A method is a file, or a folder."""
     return bool(TOKEN_ONLY & {*path.relative_to(REPOSITORY).with_suffix("").parts})
@@ -180,7 +193,8 @@ def test_token_only_proposers_import_no_other_root(imports: list[Import]) -> Non
         for found in mine
         if found.parts[0] == "outrider"
         and found.name not in {"outrider", "outrider.proposers"}
-        and (found.parts[1] != "proposers" or found.parts[2] not in TOKEN_ONLY)
+        and found.root != "words"
+        and (found.root != "proposers" or found.parts[2] not in TOKEN_ONLY)
     ]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -202,3 +216,40 @@ def test_only_codecs_servicers_and_clients_know_protobuf(imports: list[Import]) 
         )
     ]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts[path.parts.index("outrider", len(REPOSITORY.parts)) :]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def circles_of(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """The files that lead back to themselves, with those on the way."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, left = set[str](), list(graph[start])
+        while left:
+            if (name := left.pop()) not in seen:
+                seen.add(name)
+                left += graph[name]
+        reached[start] = seen
+    return {
+        frozenset({other for other in seen if start in reached[other]})
+        for start, seen in reached.items()
+        if start in seen
+    }
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"e"}}
+    assert circles_of(graph) == {frozenset({"b", "c"}), frozenset({"e"})}
+
+
+def test_files_import_each_other_one_way() -> None:
+    """A circle of files cannot be read from any end: to know one, all have to be known."""
+    paths = {module_of(path): path for path in sources() if package_of(path) != "v1"}
+    graph = {
+        module: {found.name for found in imports_of(path, lazy=True) if found.name in paths} - {module}
+        for module, path in paths.items()
+    }
+    assert not circles_of(graph)

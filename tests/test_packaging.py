@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -27,9 +28,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, expected, serving
 from support.gateways import save_toy_tokenizer
-from test_layout import REPOSITORY, ROOTS, Import, imports_of, sources
+from test_layout import REPOSITORY, ROOTS, WHEELS, Import, imports_of, sources
 
-from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS
+from outrider.cli.__main__ import COMMANDS
 from outrider.client import Client
 
 LIBRARIES = {"client": "", "llm": "llm", "training": "llm"}  # what is imported, not run by a command
@@ -42,7 +43,16 @@ FORBIDDEN = {"torch", "transformers", "numpy", "safetensors"}
 DISTRIBUTIONS = metadata.packages_distributions()
 SERVICES = ("gateway", "target", "draft")
 PROMPT_IDS = [11, 12, 13]
-VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+def project_in(folder: Path) -> dict[str, Any]:
+    """The table [project] of a wheel's folder."""
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+VERSION = project_in(REPOSITORY)["version"]
+SIBLINGS = {name: project_in(REPOSITORY / name) for name in WHEELS}
 TIMEOUT_S = 30.0
 
 
@@ -93,7 +103,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, folder)
     skipped = shutil.ignore_patterns("*.so", "*.safetensors", "__pycache__", "results")
-    for root in ROOTS:
+    for root in {*ROOTS, *WHEELS}:
         shutil.copytree(REPOSITORY / root, folder / root, ignore=skipped)
     return folder
 
@@ -117,12 +127,17 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def asked(requirements: list[Requirement], extra: str) -> set[str]:
-    """The distributions that an extra and the package itself ask for on this machine."""
-    return {
-        canonicalize_name(found.name)
-        for found in requirements
-        if found.marker is None or found.marker.evaluate({"extra": extra})
-    }
+    """The distributions that an extra and the package itself ask for on this machine, by its other wheels, too."""
+    names = set[str]()
+    for found in requirements:
+        if found.marker is None or found.marker.evaluate({"extra": extra}):
+            names.add(canonicalize_name(found.name))
+            inner = [Requirement(line) for line in SIBLINGS.get(found.name, {}).get("dependencies", ())]
+            for one in (found, *inner):
+                names.add(canonicalize_name(one.name))
+                for own in one.extras if one.name == "outrider" else ():
+                    names |= asked(requirements, own)
+    return names
 
 
 def with_dependencies(names: set[str]) -> set[str]:
@@ -140,9 +155,13 @@ def with_dependencies(names: set[str]) -> set[str]:
 
 def entries(extra: str) -> list[str]:
     """The modules that an extra is for: its commands', and what is imported."""
-    commands = [command for command in (*COMMANDS.values(), *SUBCOMMANDS.values()) if command.extra == extra]
+    commands = [command for command in COMMANDS.values() if command.extra == extra]
     packages = [package for package, needed in LIBRARIES.items() if needed == extra]
-    return [command.module for command in commands] + [
+    named = {command.module for command in commands if command.module}
+    if any(not command.module for command in commands):
+        points = SIBLINGS[f"outrider-{extra}"]["entry-points"]["outrider.commands"]
+        named |= {point.partition(":")[0] for point in points.values()}
+    return sorted(named) + [
         name for name in MODULES for package in packages if f"{name}.".startswith(f"outrider.{package}.")
     ]
 
@@ -175,7 +194,8 @@ def test_no_other_extra_brings_a_model_to_the_gateway(requirements: list[Require
 def test_the_wheel_holds_every_root_and_no_test(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
     own = {name.split("/")[1] for name in names if name.startswith("outrider/")}
-    assert own == {name.split(".")[1] for name in MODULES}
+    beside = {name.split(".")[1] for name, path in MODULES.items() if path.relative_to(REPOSITORY).parts[0] in WHEELS}
+    assert own == {name.split(".")[1] for name in MODULES} - beside
     assert {name.split("/")[0] for name in names} == {"outrider", names[-1].split("/")[0]}
 
 
@@ -262,12 +282,12 @@ async def test_the_gateway_alone_serves(python: Python, tmp_path: Path) -> None:
     await serve_alone(python, tmp_path)
 
 
-@pytest.mark.parametrize("command", ["target", "draft", "check-pair"])
+@pytest.mark.parametrize("command", ["target", "draft", "model check"])
 async def test_what_is_missing_is_said(python: Python, command: str, tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path)) if command in SERVICES else ("--target", str(tmp_path), "--draft", str(tmp_path))
     extra = COMMANDS[command].extra
     missing = "llguidance, numpy, regex, safetensors, torch, transformers"
-    assert await python.outrider(command, *flags) == (
+    assert await python.outrider(*command.split(), *flags) == (
         2,
         f"outrider {command}: error: not installed: {missing}; pip install 'outrider[{extra}]'\n",
     )
@@ -304,7 +324,8 @@ def clone(project: Path, tmp_path: Path) -> Path:
     for name in ("CHANGELOG.md", "release.sh", "sbom.py"):
         shutil.copy(REPOSITORY / name, folder)
     changes = folder / "CHANGELOG.md"  # a release gives what is new its number
-    text = changes.read_text(encoding="utf-8").replace("## Unreleased\n", f"## {VERSION} (2026-01-01)\n", 1)
+    text = changes.read_text(encoding="utf-8")
+    text = re.sub("^## .*$", f"## {VERSION} (2026-01-01)", text, count=1, flags=re.MULTILINE)
     changes.write_text(text, encoding="utf-8")
     git(folder, "init", "--quiet")
     commit(folder)
@@ -342,7 +363,7 @@ def check_bill(bill: dict[str, Any]) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for extra, asked in {"": project["dependencies"], **project["optional-dependencies"]}.items():
         for found in map(Requirement, asked if extra not in ("dev", "vllm") else ()):
-            if (name := canonicalize_name(found.name)) != "outrider":
+            if (name := canonicalize_name(found.name)) != "outrider" and name not in WHEELS:
                 assert by_name[name]["version"] == metadata.version(name)
                 assert by_name[name]["purl"] == f"pkg:pypi/{name}@{metadata.version(name)}"
     assert with_dependencies({"grpcio", "pydantic", "torch"}) <= by_name.keys() and "pytest" not in by_name
@@ -357,15 +378,28 @@ def check_bill(bill: dict[str, Any]) -> None:
 
 def test_every_dependency_has_a_lowest_and_a_highest_version() -> None:
     """What was never tried is not installed by chance: the next major version of a library is another library."""
-    text = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    project = text["project"]
-    lists = (text["build-system"]["requires"], project["dependencies"], *project["optional-dependencies"].values())
+    build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    lists = [build["requires"]]
+    for project in (project_in(REPOSITORY), *SIBLINGS.values()):
+        lists += [project["dependencies"], *project.get("optional-dependencies", {}).values()]
     open_ended = [
         str(found)
         for found in (Requirement(line) for lines in lists for line in lines)
         if found.name != "outrider" and not is_bounded({one.operator for one in found.specifier})
     ]
     assert not open_ended, "as name>=1.2,<2: " + ", ".join(open_ended)
+
+
+def test_the_wheels_of_one_release_ask_for_one_another() -> None:
+    """All have one version, and whatever asks for one asks for that."""
+    projects = {"outrider": project_in(REPOSITORY), **SIBLINGS}
+    assert {project["version"] for project in projects.values()} == {VERSION}
+    assert [project["name"] for project in projects.values()] == list(projects)
+    for project in projects.values():
+        extras = project.get("optional-dependencies", {}).values()
+        for found in map(Requirement, [*project["dependencies"], *(line for lines in extras for line in lines)]):
+            if found.name in projects and found.name != project["name"]:
+                assert str(found.specifier) == f"=={VERSION}", f"{project['name']} asks for {found}"
 
 
 def is_bounded(operators: set[str]) -> bool:
@@ -388,7 +422,11 @@ def test_a_release_is_built_and_installed(clone: Path) -> None:
     )
     built = {path.name for path in (clone / "dist").iterdir()}
     bill = f"outrider-{VERSION}.cdx.json"
-    assert built == {f"outrider-{VERSION}.tar.gz", f"outrider-{VERSION}-py3-none-any.whl", bill}
+    names = [name.replace("-", "_") for name in ("outrider", *WHEELS)]
+    files = {f"{name}-{VERSION}{end}" for name in names for end in (".tar.gz", "-py3-none-any.whl")}
+    assert built == {*files, bill}
+    with tarfile.open(clone / "dist" / f"outrider-{VERSION}.tar.gz") as archive:
+        assert not [name for name in archive.getnames() if "/outrider-" in name]
     check_bill(json.loads((clone / "dist" / bill).read_text(encoding="utf-8")))
     git(clone, "tag", f"v{VERSION}")
     (clone / "README.md").write_text("another")

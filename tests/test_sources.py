@@ -1,6 +1,6 @@
-"""What no source of the project does, read from the syntax trees: unpickle (`outrider convert` alone reads pickles, and
-takes nothing but tensors from them), check by `assert`, which `python -O` leaves out, run texts as code, or trust the
-tags of YAML; and that the three services answer under `python -O`."""
+"""What no source of the project does, read from the syntax trees: unpickle (`outrider model convert` alone reads
+pickles, and takes nothing but tensors from them), check by `assert`, which `python -O` leaves out, run texts as code,
+or trust the tags of YAML; and that the three services answer under `python -O`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.services import COMMON, START_S, Trio, succeed
+from support.environment import START_S
+from support.services import COMMON, Trio, succeed, wait_for_draft
 from test_layout import REPOSITORY, package_of, sources
 
-from outrider.cli.local_services import Services, wait_for_draft
+from outrider.cli.local_services import Services
 
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 # With the reason.

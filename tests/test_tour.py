@@ -1,10 +1,8 @@
-"""docs/tour.md: every function that it names is where it links to, and the files that it lists are the ones that one
-plain token passes, which is measured: a request runs through a gateway and a target in this process, and every file
-of the project that runs for it is noted."""
+"""docs/tour.md: the files that it lists are the ones that one plain token passes, which is measured: a request runs
+through a gateway and a target in this process, and every file of the project that runs for it is noted."""
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import threading
@@ -36,22 +34,6 @@ VOCAB = 400
 MOST_STOPS = 15
 # Health checks and the look at the process's connections, which run while a request does.
 BESIDE = {"rpc/outrider/rpc/server.py", "rpc/outrider/rpc/engine_service.py", "rpc/outrider/rpc/connections.py"}
-NAMED = re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", TEXT)
-
-
-def defined(path: Path) -> set[str]:
-    """The functions and classes of a file, as `Class.method`; of a C file its functions."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        return set(re.findall(r"^\w[\w *]*?(\w+)\(", text, re.MULTILINE))
-
-    def names(node: ast.AST, prefix: str) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield prefix + child.name
-                yield from names(child, f"{prefix}{child.name}.")
-
-    return set(names(ast.parse(text), ""))
 
 
 def listed() -> set[str]:
@@ -61,20 +43,13 @@ def listed() -> set[str]:
     return {f"{folder}/{name}" for folder, cell in rows for name in re.findall(r"`(\w+\.py)`", cell)}
 
 
-@pytest.mark.parametrize(("name", "link"), NAMED)
-def test_what_a_stop_names_is_there(name: str, link: str) -> None:
-    assert name in defined((TOUR.parent / link).resolve())
-
-
 def test_the_stops_are_few_and_each_says_what_goes_in_and_out() -> None:
     stops = re.split(r"^### \d+\. ", TEXT, flags=re.MULTILINE)[1:]
     assert 8 <= len(stops) <= MOST_STOPS
     for stop in stops:
         body = stop.split("\n## ")[0]
-        assert NAMED and re.search(r"\]\(\.\./", body) and "**In:**" in body and "**Out:**" in body, stop
+        assert re.search(r"\]\(\.\./", body) and "**In:**" in body and "**Out:**" in body, stop
     assert len(re.findall(r"^### (\d+)\.", TEXT, re.MULTILINE)) == len(stops)
-    for link in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (TOUR.parent / link).exists(), link
 
 
 class Passed:
@@ -106,7 +81,7 @@ def watched(passed: Passed) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before[0])
-        threading.settrace(before[1])  # type: ignore[arg-type]  # None is none
+        threading.settrace(before[1])
 
 
 @pytest.fixture(scope="module")

@@ -29,14 +29,15 @@ def tag() -> str:
 def report(extras: str) -> list[dict[str, Any]]:
     """What pip would install into an empty environment. Raises CalledProcessError where pip finds no way."""
     command = ["install", "--dry-run", "--ignore-installed", "--only-binary", ":all:", "--quiet", "--report", "-"]
-    asked = [sys.executable, "-m", "pip", "--disable-pip-version-check", *command, f".[{extras}]"]
+    wheels = [f".[{extras}]", *(["./outrider-vllm"] if "vllm" in extras.split(",") else [])]
+    asked = [sys.executable, "-m", "pip", "--disable-pip-version-check", *command, *wheels]
     done = subprocess.run(asked, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout)["install"]
     return found
 
 
 def lines(installed: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Lines as pip's --require-hashes reads them; the project itself, which is built, has none."""
+    """Lines as pip's --require-hashes reads them; the project's own wheels, which are built, have none."""
     for one in installed:
         info, metadata = one["download_info"], one["metadata"]
         if "archive_info" in info:

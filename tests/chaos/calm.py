@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chaos.asks import Ask, expectations
 from chaos.campaign import WHOLE_S
@@ -29,7 +30,7 @@ LOOK_S = 1.0  # between two looks at the metrics
 PROMPT_TOKENS = 2048
 VOCAB = 400
 # A step with such a prompt takes longer than the silence that a stream bears.
-HEAVY = {
+HEAVY: dict[str, Any] = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
     "num_key_value_heads": 6, "max_position_embeddings": 2 * PROMPT_TOKENS, "vocab_size": VOCAB,
 }  # fmt: skip

@@ -16,13 +16,13 @@ from typing import Self
 import httpx
 from chaos.proxy import FaultProxy
 from prometheus_client.parser import text_string_to_metric_families
+from support.environment import START_S
 
 from outrider.cli.local_services import GRACE_S, LOOPBACK, Service, ServiceFailed, Services
 from outrider.pairs import pair_path
 
 LOOKUPS = ("prediction", "ngram", "suffix")  # methods of a draft that need no model
 BY_MODEL = ("draft_model", "pard")  # of those that do a draft has one
-START_S = 300.0
 SEEN_S = 1.0  # after which nobody meets any more what a fault has broken
 POLL_S = 0.05
 METRICS = re.compile(r"^\S+ metrics on (\S+)$", re.MULTILINE)

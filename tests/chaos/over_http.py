@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,7 +15,7 @@ import httpx
 from chaos.asks import TIMEOUT_S, Answer, Ask
 from chaos.fleet import Fleet, Member
 
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 SHAPES = ("plain text", "long prompt", "penalties", "stop", "two completions")  # that are asked for there
 OPTIONS = (
@@ -28,7 +28,7 @@ WAIT_S = 0.2  # before it asks again
 def body_of(ask: Ask) -> dict[str, Any]:
     """A request as OpenAI's interface has it."""
     body = {name: ask.options[name] for name in OPTIONS if name in ask.options}
-    how = {name: ask.options[name] for name in ("mode", "num_draft_tokens") if name in ask.options}
+    how: dict[str, Any] = {name: ask.options[name] for name in ("mode", "num_draft_tokens") if name in ask.options}
     if ask.options.get("method") and not ask.predicts:
         how["method"] = ask.options["method"]
     how["acceptance"] = ask.rule if ask.rule != "greedy" else "coupled"
@@ -49,7 +49,7 @@ async def is_ready(client: httpx.AsyncClient, address: str) -> bool:
         return False
 
 
-async def events(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def events(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a streamed answer; an error before the first is one, too."""
     async with client.stream("POST", url, json=body) as response:
         if response.status_code != 200:

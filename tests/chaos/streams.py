@@ -15,7 +15,7 @@ from chaos.over_http import Asker, Choices, askable
 
 from outrider.client import Client, Part
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 LEAVES_AFTER, EVERY = 60, 4  # tokens; of so many streams of a reader one is not read to its end
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pytest
 from chaos.asks import EXACT, RULES, SHAPES, all_asks, fresh_ask, ways
 from chaos.campaign import Record, run
-from chaos.faults import BLOWS, LOSING, POINTS, UP, Fault, first_of
+from chaos.faults import BLOWS, LOSING, POINTS, Fault, first_of
 from chaos.fleet import Drafting, Fleet
+from chaos.proxy import UP
 from chaos.streams import Stream
+from support.environment import SEED
 
 from outrider.pairs import pair_path
 from outrider.proposers.registry import METHODS
 
-SEED = int(os.environ.get("TEST_SEED", "0"))
 NUM_FAULTS = 14
 NUM_CELLS = len(BLOWS) * sum(map(len, POINTS.values()))
 

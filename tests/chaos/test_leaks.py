@@ -14,12 +14,11 @@ import pytest
 from chaos import objects, resources
 from chaos.objects import ask_many
 from chaos.resources import MIB, Reading, problems
+from support.environment import SEED
 
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.gateway.servicer import GenerationServicer
-
-SEED = int(os.environ.get("TEST_SEED", "0"))
 
 
 @pytest.mark.slow

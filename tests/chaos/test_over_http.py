@@ -15,7 +15,7 @@ from chaos.asks import Answer, Ask, all_asks
 from chaos.over_http import Asker, Choices, askable
 from chaos.streams import Stream, judge
 
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 TOKENS, CUT_AT = tuple(range(3, 13)), 4
 ASKS = askable(all_asks(0, len(TOKENS)))

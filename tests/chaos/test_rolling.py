@@ -3,29 +3,24 @@ fails, and each comes out as the weights say that it began with."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from chaos.asks import Answer, Ask, all_asks, expectations
-from chaos.fleet import Fleet, Member
+from chaos.fleet import Fleet
+from chaos.rolling import NUM_STREAMS, failed, progress, reading, roll, told
 from chaos.streams import Readers, Stream, judge
 from safetensors.torch import load_file, save_file
+from support.environment import SEED
 
 from outrider.pairs import pair_path
 
-SEED = int(os.environ.get("TEST_SEED", "0"))
-NUM_TOKENS, NUM_READERS = 100, 4
+NUM_TOKENS = 100
 GRACE_S = "120"  # longer than any stream takes, as a rollout's has to be
-WAIT_S = 300.0
 SHOWN = 12  # hex digits of a digest, over HTTP
-NUM_STREAMS = 3  # that have to end between two steps of a rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -34,18 +29,6 @@ def some_asks() -> list[Ask]:
     """A third of the fault runner's, and all greedy ones, which its reader over HTTP can ask, too."""
     asks = all_asks(SEED, NUM_TOKENS)
     return [ask for place, ask in enumerate(asks) if place % 3 == 0 or ask.name.startswith("greedy, ")]
-
-
-async def progress(readers: Readers, count: int = NUM_STREAMS) -> None:
-    """Waits until so many more streams have ended, and others run."""
-    before = _num_ended(readers)
-    async with asyncio.timeout(WAIT_S):
-        while _num_ended(readers) < before + count or not readers.running():  # noqa: ASYNC110 (readers go on)
-            await asyncio.sleep(0.05)
-
-
-def _num_ended(readers: Readers) -> int:
-    return sum(stream.ended is not None for stream in readers.streams)
 
 
 def other_weights(source: Path, folder: Path) -> Path:
@@ -57,42 +40,6 @@ def other_weights(source: Path, folder: Path) -> Path:
             tensor += 0.1 * tensor * torch.randn(tensor.shape, generator=dice).to(tensor.dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-async def roll(fleet: Fleet, member: Member, readers: Readers) -> None:
-    """SIGTERM while streams run; then another process, which everybody knows before the next is struck."""
-    await progress(readers)
-    os.killpg(member.pid, signal.SIGTERM)
-    assert await member.ended(WAIT_S) == 0, member.service.tail()
-    await member.restart()
-    assert await fleet.whole(WAIT_S)
-
-
-def failed(readers: Readers) -> list[str]:
-    """Streams that were not as they are without a rollout."""
-    wrong = [stream for stream in readers.streams if stream.error or stream.change]
-    lines = [f"{stream.ask.name} ({stream.reader}): {stream.error or stream.change}" for stream in wrong]
-    lines += [f"over HTTP: {error}" for error in readers.http.errors_told]
-    return lines + ([f"{readers.http.broken_off} streams over HTTP were broken off"] if readers.http.broken_off else [])
-
-
-def told(fleet: Fleet) -> str:
-    """What the gateways wrote of what they lost."""
-    return "\n".join(
-        f"{gateway.name}: {line}"
-        for gateway in fleet.gateways
-        for line in gateway.log().splitlines()
-        if " INFO " not in line
-    )
-
-
-@asynccontextmanager
-async def reading(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Readers]:
-    """While in it, streams run; at the end all have come to theirs."""
-    readers = Readers(fleet, asks, await expectations(asks, fleet), NUM_READERS)
-    yield readers
-    async with asyncio.timeout(WAIT_S):
-        await readers.stop()
 
 
 async def test_a_rolling_restart_of_every_service_fails_no_request() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from chaos.fleet import Fleet
 from chaos.soak import figures, soak
-
-SEED = int(os.environ.get("TEST_SEED", "0"))
+from support.environment import SEED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -57,7 +57,7 @@ def pool_of(image: Path) -> DescriptorPool:
     """A protocol's descriptors."""
     pool = DescriptorPool()
     for file in FileDescriptorSet.FromString(image.read_bytes()).file:
-        pool.Add(file)  # type: ignore[no-untyped-call]
+        pool.Add(file)
     return pool
 
 
@@ -202,7 +202,7 @@ class Relay:
             call.cancel()
 
 
-class _Handlers(grpc.GenericRpcHandler):
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
 

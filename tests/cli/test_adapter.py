@@ -1,4 +1,4 @@
-"""`outrider adapter`: what running targets are told, and what they say."""
+"""`outrider admin adapter`: what running targets are told, and what they say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider check-pair`."""
+"""`outrider model check`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_model_is_its_own_best_draft(tmp_path: Path, text: Path) -> None:
     folder = str(checkpoint(tmp_path / "one"))
-    out = succeed("check-pair", "--target", folder, "--draft", folder, "--text", str(text))
+    out = succeed("model", "check", "--target", folder, "--draft", folder, "--text", str(text))
     assert "358 tokens each, identical" in out
     assert "1.000 greedy (same argmax), 1.000 at temperature 1" in out
     assert "5.00 greedy, 5.00 at temperature 1 (estimates for 4 drafted tokens" in out
@@ -42,7 +42,7 @@ def test_a_model_is_its_own_best_draft(tmp_path: Path, text: Path) -> None:
 
 def test_a_draft_of_8_bits_is_compared(tmp_path: Path, text: Path) -> None:
     folder = str(checkpoint(tmp_path / "one"))
-    arguments = ("check-pair", "--target", folder, "--draft", folder, "--text", str(text))
+    arguments = ("model", "check", "--target", folder, "--draft", folder, "--text", str(text))
     out = succeed(*arguments, "--draft-quantization", "int8")
     assert "1.000 greedy (same argmax), 1.000 at temperature 1" not in out and ", 0.99" in out
 
@@ -50,7 +50,7 @@ def test_a_draft_of_8_bits_is_compared(tmp_path: Path, text: Path) -> None:
 def test_padded_vocabularies_are_a_pair(tmp_path: Path, text: Path) -> None:
     target = checkpoint(tmp_path / "target", vocab_size=416)
     draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=408)
-    out = succeed("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
+    out = succeed("model", "check", "--target", str(target), "--draft", str(draft), "--text", str(text))
     assert "416 and 408 logits" in out
 
 
@@ -58,7 +58,7 @@ def test_without_a_text_no_model_is_loaded(tmp_path: Path) -> None:
     target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft")
     for folder in (target, draft):
         (folder / "model.safetensors").unlink()
-    assert "give --text FILE" in succeed("check-pair", "--target", str(target), "--draft", str(draft))
+    assert "give --text FILE" in succeed("model", "check", "--target", str(target), "--draft", str(draft))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_without_a_text_no_model_is_loaded(tmp_path: Path) -> None:
 def test_another_vocabulary_is_joined(tmp_path: Path, text: Path, level: str, way: str) -> None:
     target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", tokens=300)
     folders = ("--target", str(target), "--draft", str(draft), "--text", str(text))
-    out = succeed("check-pair", *folders, "--vocabulary-level", level)
+    out = succeed("model", "check", *folders, "--vocabulary-level", level)
     assert f"358 and 300 tokens: 83.8% of the target's tokens have a counterpart; drafted {way}" in out
     assert "29.4% have a counterpart; the draft reads 2." in out
     assert "at temperature 1 (overlap)" in out and "nan" not in out
@@ -83,39 +83,39 @@ def test_a_mismatch_names_both(tmp_path: Path) -> None:
     for folder, word in ((target, "left"), (draft, "right")):
         folder.mkdir()
         save_words(folder, [word])
-    done = outrider("check-pair", "--target", str(target), "--draft", str(draft))
+    done = outrider("model", "check", "--target", str(target), "--draft", str(draft))
     assert done.returncode == 1 and "not a pair" in done.stderr
     assert str(target) in done.stderr and str(draft) in done.stderr
 
 
 def test_ids_beyond_the_logits_are_named(tmp_path: Path, text: Path) -> None:
     target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", vocab_size=280)
-    done = outrider("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
+    done = outrider("model", "check", "--target", str(target), "--draft", str(draft), "--text", str(text))
     assert done.returncode == 1 and f"{draft} has 280 logits" in done.stderr
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    done = outrider("check-pair", "--target", str(tmp_path / "no"), "--draft", str(tmp_path / "no"))
+    done = outrider("model", "check", "--target", str(tmp_path / "no"), "--draft", str(tmp_path / "no"))
     assert done.returncode == 1 and "is not a folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_cannot_be_read_is_one_line_with_its_flag(tmp_path: Path, text: Path) -> None:
     folder, bare = checkpoint(tmp_path / "one"), tmp_path / "bare"
     bare.mkdir()
-    done = outrider("check-pair", "--target", str(folder), "--draft", str(bare))
-    assert done.returncode == 1 and done.stderr.startswith(f"outrider check-pair: error: --draft: {bare} has no tok")
+    done = outrider("model", "check", "--target", str(folder), "--draft", str(bare))
+    assert done.returncode == 1 and done.stderr.startswith(f"outrider model check: error: --draft: {bare} has no tok")
     (bare / "tokenizer.json").write_text("{")
-    broken = outrider("check-pair", "--target", str(bare), "--draft", str(folder))
+    broken = outrider("model", "check", "--target", str(bare), "--draft", str(folder))
     assert broken.returncode == 1 and f"--target: cannot load a tokenizer from {bare}: " in broken.stderr
     (bare / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    no_model = outrider("check-pair", "--target", str(bare), "--draft", str(folder), "--text", str(text))
+    no_model = outrider("model", "check", "--target", str(bare), "--draft", str(folder), "--text", str(text))
     assert no_model.returncode == 1 and f"--target: {bare} has no config.json" in no_model.stderr
     text.write_bytes(b"a\xff\n")
-    no_text = outrider("check-pair", "--target", str(folder), "--draft", str(folder), "--text", str(text))
+    no_text = outrider("model", "check", "--target", str(folder), "--draft", str(folder), "--text", str(text))
     assert no_text.returncode == 1 and f"--text: {text} is not UTF-8" in no_text.stderr
-    lost = outrider("check-pair", "--target", str(folder), "--draft", str(folder), "--text", str(tmp_path / "none"))
+    lost = outrider("model", "check", "--target", str(folder), "--draft", str(folder), "--text", str(tmp_path / "none"))
     assert lost.returncode == 1
-    assert lost.stderr == f"outrider check-pair: error: {tmp_path / 'none'}: no such file or directory\n"
+    assert lost.stderr == f"outrider model check: error: {tmp_path / 'none'}: no such file or directory\n"
     for one in (done, broken, no_model, no_text, lost):
         assert one.stderr.count("\n") == 1 and not one.stdout
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_one_line_with_its_flag(tmp_path: Path, text: Pat
 def test_the_embedded_pair(repository: Path) -> None:
     pair = pair_path()
     held_out = repository / "tests/pairs/data/held_out_sched.txt"
-    out = succeed("check-pair", "--target", str(pair.target), "--draft", str(pair.draft), "--text", str(held_out))
+    out = succeed("model", "check", "--target", str(pair.target), "--draft", str(pair.draft), "--text", str(held_out))
     loss = next(line for line in out.splitlines() if line.startswith("loss")).split()
     assert float(loss[1]) < float(loss[3])
     overlap = re.search(r"([\d.]+) at temperature 1 \(overlap\)", out)
@@ -154,7 +154,7 @@ def test_a_head_beside_its_target(tmp_path: Path, text: Path) -> None:
     """Random weights are hardly ever right; one for another width is no pair."""
     target = checkpoint(tmp_path / "target")
     head = str(random_head_of(target, "eagle3", tmp_path / "head"))
-    arguments = ("check-pair", "--target", str(target), "--head", head)
+    arguments = ("model", "check", "--target", str(target), "--head", head)
     assert "give --text FILE" in succeed(*arguments)
     out = succeed(*arguments, "--text", str(text), "--num-draft-tokens", "3")
     assert re.search(
@@ -166,7 +166,7 @@ def test_a_head_beside_its_target(tmp_path: Path, text: Path) -> None:
             rf"acceptance +0\.\d+.* {name} \(by position, of those tested\); [12]\.\d+ tokens a round", out
         ), out
     wide = random_head_of(pair_path().target, "medusa", tmp_path / "wide")
-    done = outrider("check-pair", "--target", str(target), "--head", str(wide))
+    done = outrider("model", "check", "--target", str(target), "--head", str(wide))
     assert done.returncode == 1 and f"head (--head {wide}) does not fit the model" in done.stderr
     done = outrider(*arguments, "--draft", str(target))
     assert done.returncode == 2 and "give --draft DIR, or --head DIR" in done.stderr

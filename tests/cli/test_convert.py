@@ -1,4 +1,4 @@
-"""`outrider convert`."""
+"""`outrider model convert`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def split(folder: Path, state: dict[str, Any]) -> None:
 
 
 def test_one_file(folder: Path, tmp_path: Path) -> None:
-    out = succeed("convert", str(folder), str(tmp_path / "new"))
+    out = succeed("model", "convert", str(folder), str(tmp_path / "new"))
     assert out == f"{tmp_path / 'new'}: model.safetensors\n"
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"
@@ -57,7 +57,7 @@ def test_shards(folder: Path, tmp_path: Path) -> None:
     split(folder, state)
     (folder / "consolidated.safetensors.index.json").write_text("{}")
     (folder / "adapter_config.json").write_text("{}")
-    succeed("convert", str(folder), str(tmp_path / "new"))
+    succeed("model", "convert", str(folder), str(tmp_path / "new"))
     index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == state.keys()
     assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in state.values())
@@ -92,7 +92,7 @@ def test_tied_tensors_are_copied(folder: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    done = outrider("convert", str(folder), str(tmp_path / "new"))
+    done = outrider("model", "convert", str(folder), str(tmp_path / "new"))
     assert done.returncode == 1 and "exists; nothing is overwritten" in done.stderr
     assert not list((tmp_path / "new").iterdir())
 
@@ -111,7 +111,7 @@ class Hostile:
 def test_a_pickle_runs_nothing(folder: Path, tmp_path: Path, legacy: bool) -> None:
     trap = tmp_path / "trap"
     torch.save({"weight": Hostile(trap)}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-    done = outrider("convert", str(folder), str(tmp_path / "new"))
+    done = outrider("model", "convert", str(folder), str(tmp_path / "new"))
     assert done.returncode == 1 and f"cannot convert {folder / 'pytorch_model.bin'}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not trap.exists() and not (tmp_path / "new").exists() and not (tmp_path / "new.partial").exists()
@@ -122,12 +122,12 @@ def test_a_pickle_runs_nothing(folder: Path, tmp_path: Path, legacy: bool) -> No
 )
 def test_what_is_absent_is_named(folder: Path, tmp_path: Path, absent: str, complaint: str) -> None:
     (folder / absent).unlink()
-    done = outrider("convert", str(folder), str(tmp_path / "new"))
+    done = outrider("model", "convert", str(folder), str(tmp_path / "new"))
     assert done.returncode == 1 and complaint in done.stderr and not (tmp_path / "new").exists()
 
 
 def test_an_index_names_no_file_elsewhere(folder: Path, tmp_path: Path) -> None:
     shutil.move(folder / "pytorch_model.bin", tmp_path / "outside.bin")
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.bin"}}))
-    done = outrider("convert", str(folder), str(tmp_path / "new"))
+    done = outrider("model", "convert", str(folder), str(tmp_path / "new"))
     assert done.returncode == 1 and "lacks ../outside.bin" in done.stderr

@@ -15,11 +15,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.environment import START_S
 from support.fakes import ToyTarget
 from support.gateways import gateway
 from support.heads import random_head_of
+from support.proofs import mostly_long
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli import demo
@@ -30,8 +33,11 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.pairs import expansion, pair_path
 from outrider.proposers.registry import METHODS, make_proposer
 
-START_S = 120
-DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
+DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--target.threads", "1", "--max-tokens", "900"]
+
+
+def demo_settings(**given: Any) -> DemoSettings:
+    return DemoSettings.model_validate(given)
 
 
 @needs_proc
@@ -63,13 +69,13 @@ def test_the_large_target_of_vllm_is_a_folder_while_it_is_loaded(monkeypatch: py
         written.append((source, destination))
 
     monkeypatch.setattr(expansion, "write_expanded", write)
-    with large_target(DemoSettings(engine="vllm", engine_args={"block_size": 32}).served()) as arguments:
+    with large_target(demo_settings(target={"engine": "vllm", "engine_args": {"block_size": 32}})) as arguments:
         ((source, folder),) = written
         assert source == pair_path().target and folder.is_dir()
         assert {f"--model={folder}", "--engine=vllm", '--engine-args={"block_size": 32}'} <= {*arguments}
     assert not folder.exists()
-    with large_target(DemoSettings().served()) as arguments:
-        assert arguments[-1] == "--expand" and len(written) == 1
+    with large_target(demo_settings()) as arguments:
+        assert "--expand" in arguments and len(written) == 1
 
 
 def read_terminal(leader: int) -> Iterator[bytes]:
@@ -115,17 +121,17 @@ def test_a_signal_while_the_services_start(tmp_path: Path) -> None:
     assert not wait_gone(children)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_long(METHODS, ["draft_model"]))
 def test_every_method(method: str, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
-    said = succeed("demo", "--method", method, *flags)
+    said = succeed("demo", "--draft.method", method, *flags)
     assert re.search(r"tokens +40 \(", said) and "tokens per round" in said
 
 
 async def rounds_of_a_comparison(repeats: int) -> str:
     """What it says of the last turn, where suffix drafts, on a target that repeats nothing within a completion."""
-    settings, out = DemoSettings(prompt="a b c", compare_tokens=40, repeats=repeats), io.StringIO()
+    settings, out = demo_settings(prompt="a b c", compare_tokens=40, repeats=repeats), io.StringIO()
     target = ToyTarget(rule=lambda tokens, prompt_len: 11 + len(tokens))
     drafts = LocalDrafter([make_proposer("suffix", {}, False)], in_turn=True)
     async with gateway(target, drafts, mode="sequential") as served:  # type: ignore[arg-type]
@@ -139,36 +145,38 @@ async def test_no_turn_of_the_comparison_drafts_from_another() -> None:
     assert await rounds_of_a_comparison(1) == await rounds_of_a_comparison(3) == "1.00"
 
 
-def test_a_head_without_a_draft(tmp_path: Path) -> None:
+def test_a_head_without_a_draft(tmp_path: Path, prove: bool) -> None:
+    """In the long form beside the large target, too."""
     head = str(random_head_of(pair_path().target, "eagle3", tmp_path / "head"))
     flags = ["--plain", "--max-tokens", "24", "--trace-file", str(tmp_path / "trace.jsonl")]
-    said = succeed("demo", "--head", head, *flags, "--compare-tokens", "8", "--repeats", "1")
-    assert "starting target and gateway" in said and said.count("tokens per round") == 2
-    assert re.search(r"same tokens +yes", said)
+    flags += ["--compare-tokens", "8", "--repeats", "1"] if prove else ["--no-expand"]
+    said = succeed("demo", "--target.head", head, *flags)
+    assert "starting target and gateway" in said and said.count("tokens per round") == 1 + prove
+    assert bool(re.search(r"same tokens +yes", said)) == prove
 
 
-@pytest.mark.parametrize("method", pair_path().heads)
+@pytest.mark.parametrize("method", mostly_long(pair_path().heads, list(pair_path().heads)[:1]))
 def test_every_head_of_the_pair(method: str, tmp_path: Path) -> None:
     said = succeed(
-        "demo", "--method", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",
+        "demo", "--draft.method", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",
         str(tmp_path / "trace.jsonl"),
     )  # fmt: skip
     assert re.search(r"acceptance +[1-9]", said) and "starting target and gateway" in said
 
 
 def test_a_head_that_the_pair_has_not_is_one_line() -> None:
-    done = outrider("demo", "--method", "eagle")
-    assert done.returncode == 1 and "the embedded pair 'python' has no head 'eagle'; there are: " in done.stderr
+    done = outrider("demo", "--draft.method", "eagle")
+    assert done.returncode == 2 and "the embedded pair 'python' has no head 'eagle'; there are: " in done.stderr
 
 
 def test_an_unknown_method_is_refused_before_anything_starts() -> None:
-    done = outrider("demo", "--method", "sufix")
+    done = outrider("demo", "--draft.method", "sufix")
     assert done.returncode == 2 and "did you mean suffix" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_unknown_pair_is_one_line() -> None:
     done = outrider("demo", "--pair", "cobol")
-    assert done.returncode == 1 and "no embedded pair 'cobol'" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "no embedded pair 'cobol'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_service_that_dies_is_reported_with_its_last_lines() -> None:

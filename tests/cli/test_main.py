@@ -13,19 +13,20 @@ from pathlib import Path
 import pytest
 from support.services import outrider, succeed
 
-from outrider.bench.compare.__main__ import CompareSettings
-from outrider.bench.load.requests import BenchServeSettings
-from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
+from outrider.bench.compare import CompareSettings
+from outrider.bench.load import LoadSettings
+from outrider.cli.__main__ import ALIASES, COMMANDS, SUBJECTS, unknown_command
 from outrider.cli.chat import ChatSettings
 from outrider.cli.serve import ServeSettings
 from outrider.cli.trace import TraceSettings
 from outrider.rpc.settings import ServiceSettings, options
 
 
-def test_help_names_every_command() -> None:
+def test_help_names_every_command_by_its_subject() -> None:
     text = succeed("--help")
-    for name, command in COMMANDS.items():
-        assert name in text and command.summary in text
+    assert re.findall(r"^([a-z ]+):\n", text, re.MULTILINE) == [*SUBJECTS]
+    assert re.findall(r"^  ([a-z][a-z ]*?)  ", text, re.MULTILINE) == [*COMMANDS]
+    assert all(command.summary in text for command in COMMANDS.values())
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -41,14 +42,32 @@ def test_help_answers_at_once() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str) -> None:
-    text = succeed(name, "--help")
+    text = succeed(*name.split(), "--help")
     assert text.startswith(f"usage: outrider {name} ")
-    assert "--config PATH" in text and f"OUTRIDER_{name.replace('-', '_').upper()}__" in text
+    if name != "bench kernels":  # which has flags alone
+        section = re.sub("[ -]", "_", FORMER.get(name, name)).upper()
+        assert "--config PATH" in text and f"OUTRIDER_{section}__" in text
 
 
 def test_no_command_shows_the_help_and_is_an_error() -> None:
     done = outrider()
-    assert done.returncode == 2 and "commands:" in done.stdout
+    assert done.returncode == 2 and "measure:\n" in done.stdout
+    assert done.stdout == succeed("--help")
+
+
+@pytest.mark.parametrize("group", ["model", "admin"])
+def test_a_group_shows_its_commands(group: str) -> None:
+    done, text = outrider(group), succeed(group, "--help")
+    assert done.returncode == 2 and done.stdout == text and text.startswith(f"usage: outrider {group} COMMAND ")
+    named = re.findall(r"^  ([a-z][a-z ]*?)  ", text, re.MULTILINE)
+    assert named == [name for name in COMMANDS if name.startswith(f"{group} ")]
+
+
+@pytest.mark.parametrize(("former", "name"), ALIASES.items())
+def test_a_former_name_goes_on_with_a_warning(former: str, name: str) -> None:
+    done = outrider(former, "--help")
+    assert done.returncode == 0 and done.stdout == succeed(*name.split(), "--help")
+    assert done.stderr == f"outrider: warning: outrider {former} is called outrider {name} now\n"
 
 
 def test_the_version() -> None:
@@ -56,7 +75,15 @@ def test_the_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("targte", "target"), ("check_pair", "check-pair"), ("generat", "generate"), ("demos", "demo")]
+    ("name", "meant"),
+    [
+        ("targte", "target"),
+        ("check_pair", "model check"),
+        ("generat", "generate"),
+        ("demos", "demo"),
+        ("model convrt", "model convert"),
+        ("bench servr", "bench serve"),
+    ],
 )
 def test_an_unknown_command_names_the_near_miss(name: str, meant: str) -> None:
     assert unknown_command(name) == f"unknown command {name}: did you mean {meant}?"
@@ -76,14 +103,14 @@ def test_an_unknown_command_ends_with_status_2() -> None:
         (("target", "--modle", "x"), "unknown flag --modle: did you mean --model?"),
         (("draft", "--listn", "x"), "unknown flag --listn: did you mean --listen?"),
         (("gateway", "--tokenzier", "x"), "unknown flag --tokenzier: did you mean --tokenizer?"),
-        (("check-pair", "--traget", "x"), "unknown flag --traget: did you mean --target?"),
-        (("convert", "a", "b", "c"), "unexpected argument c"),
+        (("model", "check", "--traget", "x"), "unknown flag --traget: did you mean --target?"),
+        (("model", "convert", "a", "b", "c"), "unexpected argument c"),
         (("generate",), "give one prompt"),
         (("generate", "Hi", "--token-ids", "1"), "give one prompt"),
         (("generate", "Hi", "--n", "0"), "--n: input should be greater than or equal to 1"),
         (("generate", "Hi", "--mode", "fast"), "--mode: input should be 'auto', 'sequential', 'chains' or 'branches'"),
         (("trace",), "error: give the file, as in outrider trace FILE\n"),
-        (("convert", "a"), "error: give the destination, as in outrider convert SOURCE DESTINATION\n"),
+        (("model", "convert", "a"), "error: give the destination, as in outrider model convert SOURCE DESTINATION\n"),
         (("demo", "--prompt", ""), "--prompt: string should have at least 1 character"),
         (("generate", "--token-ids", "1,x"), "--token-ids: input should be a valid integer"),
         (("generate", "--token-ids", "1,-2"), "--token-ids: input should be greater than or equal to 0"),
@@ -96,7 +123,8 @@ def test_a_wrong_flag_is_one_clear_line(arguments: tuple[str, ...], meant: str) 
     done = outrider(*arguments)
     assert done.returncode == 2
     assert meant in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.endswith(f"See outrider {arguments[0]} --help.\n")
+    command = " ".join(arguments[: 1 + (arguments[0] == "model")])
+    assert done.stderr.endswith(f"See outrider {command} --help.\n")
 
 
 def test_a_list_whose_item_is_wrong_is_told_once() -> None:
@@ -130,18 +158,26 @@ def test_a_service_whose_address_is_in_use_says_so_alone(service: tuple[str, ...
 def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:
     config = tmp_path / "settings.yaml"
     config.write_text("check_pair:\n  target: nowhere\n  drafft: nowhere\n")
-    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    done = outrider("model", "check", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
     assert done.returncode == 2 and "did you mean draft?" in done.stderr
     config.write_text("check_pair:\n  target: nowhere\n")
-    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    done = outrider("model", "check", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
     assert done.returncode == 1 and "nowhere" in done.stderr
 
 
+FORMER = {name: former for former, name in ALIASES.items()}  # by which variables and files go on to call it
 SECTIONS = {
     "serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "compare": CompareSettings,
-    "bench serve": BenchServeSettings,
+    "bench serve": LoadSettings,
 }  # fmt: skip
-ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file
+ELSEWHERE = {
+    "--trace-file",
+    "--json",
+    "--help-all",
+    "--max-rows",
+    "--threads",
+    "--draft-cache-mb",
+}  # of the services, short, former
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +187,14 @@ def text() -> str:
 
 def test_every_command_is_in_the_table(text: str) -> None:
     named = set(re.findall(r"`outrider ([a-z -]+)`", text.partition("\n## ")[0]))
-    assert named - {"--help"} == {*COMMANDS, *SUBCOMMANDS}
+    assert named - {"--help"} == {*COMMANDS}
 
 
 @pytest.mark.parametrize(("name", "model"), SECTIONS.items())
 def test_every_flag_exists(text: str, name: str, model: type[ServiceSettings]) -> None:
     section = text.partition(f"\n## outrider {name}\n")[2].partition("\n## ")[0]
+    section = re.sub(r" -- (?:.*\\\n)*.*", "", section)  # another tool's
     flags = {option.flag.replace("--", "--no-") for option in options(model) if option.kind is bool}
     flags |= {option.flag for option in options(model)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", section))
     assert named and named - flags <= ELSEWHERE

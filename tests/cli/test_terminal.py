@@ -13,18 +13,13 @@ import pytest
 from support.models import train_byte_level
 
 from outrider.cli import chat, demo
+from outrider.cli.arguments import name_bare, parse
 from outrider.cli.generate import CollectedCompletion, GenerateSettings
-from outrider.cli.terminal import Painter, TokenWriter, make_painter, name_bare, parse
+from outrider.cli.terminal import Painter, TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.sampling_params import (
-    AcceptanceRule,
-    FinishReason,
-    LogprobsMode,
-    SamplingParams,
-    StructuredOutput,
-    TokenOrigin,
-)
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 GREEN, YELLOW, CYAN, RESET = "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
 A, R, B, P = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS, TokenOrigin.PLAIN
@@ -122,7 +117,7 @@ def answer(
     made = CollectedCompletion(0)
     made.add(part("x", ids[:1], (P,)))
     made.add(part("y", ids[1:], (A,) * (len(ids) - 1), stats(acceptance)))
-    made.first_at, made.last_at = 1.0, 1.0 + seconds
+    made.times.decoding_s = seconds
     return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 from support.services import Trio, outrider, succeed
 
-from outrider.cli.terminal import painted
-from outrider.cli.trace import Axis, BadTrace, Segment, Span, find_requests, read_trace, unpainted
+from outrider.cli.otlp_file import Span, read_trace
+from outrider.cli.trace import find_requests, sums
 
 MS = 1_000_000
-ROW = re.compile(r" *(\d+) +(\d+\.\d) +(\d+\.\d) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+|-)  (.*)")
 
 
 def attribute(name: str, value: Any) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def attribute(name: str, value: Any) -> dict[str, Any]:
     return {"key": name, "value": {kind: str(value) if kind == "intValue" else value}}
 
 
-def span(name: str, span_id: str, start: float, end: float, parent: str = "", link: str = "", **more: Any) -> Any:
+def span(name: str, span_id: str, start: float, end: float, parent: str = "", **more: Any) -> Any:
     """A span as OTLP writes it; times in ms."""
     made: dict[str, Any] = {
         "traceId": "t" * 32, "spanId": span_id, "name": name, "startTimeUnixNano": str(round(start * MS)),
@@ -33,8 +31,6 @@ def span(name: str, span_id: str, start: float, end: float, parent: str = "", li
     }  # fmt: skip
     if parent:
         made["parentSpanId"] = parent
-    if link:
-        made["links"] = [{"traceId": "t" * 32, "spanId": link}]
     return made | {
         "attributes": [attribute(f"outrider.{key.replace('__', '.')}", value) for key, value in more.items()]
     }
@@ -68,35 +64,33 @@ def written(tmp_path: Path, *texts: str) -> str:
     return str(path)
 
 
-def test_a_waterfall_line_by_line(tmp_path: Path) -> None:
-    steps = line(span("outrider.draft_batch", "s1", 108, 110, link="r1"), service="draft")
-    steps += line(span("outrider.verify_step", "s2", 100, 108, link="r1"), service="target")
-    out = succeed("trace", written(tmp_path, steps, two_rounds()), "--width", "92")  # 32 columns of time: 2 a ms
+def test_the_sums_line_by_line(tmp_path: Path) -> None:
+    """The first round counts in the sums, and not in the percentiles."""
+    out = succeed("trace", written(tmp_path, two_rounds()))
     assert out.splitlines() == [
         "request mine, 1970-01-01 00:00:00.100, 16.0 ms",
         "  text_completion toy: 0 prompt tokens (0 cached), 0 tokens, then no end",
         "  2 rounds, 2.50 tokens a round, accepted 75% (3/4), coupled acceptance, mode chains",
         "",
-        "d draft   . wire   q queue   V verify   s sample",
-        "",
-        "round    at ms      ms   k drafted accepted emitted  chain  0.0                      16.0 ms",
-        "    0      0.0     8.0   4       0        0       1      -  VVVVVVVVVVVVVVVV",
-        "    1      8.0     8.0   4       4        3       4      7                  dddd..qqVVVVssss",
-        "                                               draft steps                  ####",
-        "                                              target steps  ################",
-        "",
-        "part            ms  share  median ms a round",
-        "draft         2.00    12%               2.00",
-        "wire          1.00     6%               1.00",
-        "queue         1.00     6%               1.00",
-        "verify       10.00    62%               2.00",
-        "sample        2.00    12%               2.00",
-        "rounds       16.00   100%               8.00",
+        "stage           ms  share       p50      p90      p99      max",
+        "draft         2.00    12%      2.00     2.00     2.00     2.00",
+        "wire          1.00     6%      1.00     1.00     1.00     1.00",
+        "queue         1.00     6%      1.00     1.00     1.00     1.00",
+        "verify       10.00    62%      2.00     2.00     2.00     2.00",
+        "sample        2.00    12%      2.00     2.00     2.00     2.00",
+        "round        16.00   100%      8.00     8.00     8.00     8.00",
     ]
 
 
+def test_percentiles_are_of_the_rounds_by_nearest_rank() -> None:
+    rounds = [(index, {"ms": float(index), "verify_ms": 1.0}) for index in range(201)]
+    rows = [row.split() for row in sums(rounds)]
+    assert rows[-1] == ["round", "20100.00", "100%", "100.00", "180.00", "198.00", "200.00"]
+    assert rows[4] == ["verify", "201.00", "1%", *["1.00"] * 4] and list(sums([])) == []
+
+
 def test_what_a_constraint_did(tmp_path: Path) -> None:
-    told = {"request__constraint": "json_schema", "request__compile_us": 2500}
+    told: Any = {"request__constraint": "json_schema", "request__compile_us": 2500}
     numbers = {"round__emitted": 6, "round__forced": 5, "round__forced_accepted": 4, "round__mask_us": 300}
     text = line(
         span("outrider.round", "r-1", 100, 108, "r", **numbers, round__drafted=2, round__accepted=1),
@@ -112,6 +106,7 @@ def test_one_of_several_requests(tmp_path: Path) -> None:
     listed = succeed("trace", file).splitlines()
     assert [row.split()[0] for row in listed[1:3]] == ["gen-xyz", "gen-abc"]  # by their beginnings
     assert "75% (3/4)" in listed[1] and "show one with --request ID" in listed[-1]
+    assert ["round", "32.00", "100%", "8.00", "8.00", "8.00", "8.00"] in map(str.split, listed)  # of both
     assert succeed("trace", file, "--request", "gen-x").startswith("request gen-xyz,")
     assert succeed("trace", file, "--last").startswith("request gen-abc,")
     assert succeed("trace", file, env={"OUTRIDER_TRACE__REQUEST": "gen-xyz"}).startswith("request gen-xyz,")
@@ -126,7 +121,7 @@ def test_one_of_several_requests(tmp_path: Path) -> None:
 
 def test_a_request_without_its_end(tmp_path: Path) -> None:
     out = succeed("trace", written(tmp_path, two_rounds().split("\n")[0] + "\n"))
-    assert f"request {'t' * 32}," in out and "its end is not in the file" in out and "dd" in out
+    assert f"request {'t' * 32}," in out and "its end is not in the file" in out and "\ndraft " in out
 
 
 def test_a_request_without_rounds(tmp_path: Path) -> None:
@@ -134,15 +129,12 @@ def test_a_request_without_rounds(tmp_path: Path) -> None:
     assert "no rounds: it ended before its first token" in out
 
 
-def test_several_completions_and_many_rounds(tmp_path: Path) -> None:
-    """Each completion apart, a time axis for every twelve rounds."""
+def test_several_completions_are_summed_up_together(tmp_path: Path) -> None:
     spans = [
         span("outrider.round", f"{n}", n, n + 1, "r", round__index=n // 2, request__completion=n % 2) for n in range(50)
     ]
     out = succeed("trace", written(tmp_path, line(*spans, span("x", "r", 0, 50, request__id="n2"))))
-    assert "tokens a round, nothing drafted, " in out
-    assert out.count("completion ") == 2 and out.count("round    at ms") == 6
-    assert [int(found[1]) for row in out.splitlines() if (found := ROW.fullmatch(row + "  "))] == [*range(25)] * 2
+    assert "  50 rounds, 0.00 tokens a round, nothing drafted, " in out and "\nround        50.00   100% " in out
 
 
 @pytest.mark.parametrize(
@@ -198,28 +190,20 @@ def test_what_the_services_wrote(trio: Trio) -> None:
     while (done := outrider("trace", str(trio.trace_file), "--request", name)).returncode and time.monotonic() < end:
         time.sleep(0.1)
     assert done.returncode == 0, done.stderr
-    rows = [found for row in done.stdout.splitlines() if (found := ROW.fullmatch(row))]
-    drafted, accepted, emitted = (sum(int(row[column]) for row in rows) for column in (5, 6, 7))
-    assert len(rows) == stats["num_rounds"] and emitted == 24
-    assert (drafted, accepted) == (stats["num_draft_tokens"], stats["num_accepted_tokens"])
-    assert any("V" in row[9] for row in rows) and "24 tokens, the first after" in done.stdout
-
-
-def test_the_larger_share_names_a_column() -> None:
-    axis = Axis(0, 100, 10)
-    segments = [Segment(0, 26, "a", "cyan"), Segment(26, 29, "b", ""), Segment(29, 200, "c", "")]
-    assert axis.draw(segments, unpainted) == "aaaccccccc"
-    assert axis.draw(segments[:2], painted) == "\x1b[36maaa\x1b[0m"
-    assert axis.draw([Segment(-50, -1, "x", ""), Segment(100, 120, "y", "")], unpainted) == ""
+    accepted = f"({stats['num_accepted_tokens']}/{stats['num_draft_tokens']})"
+    assert f"  {stats['num_rounds']} rounds, {24 / stats['num_rounds']:.2f} tokens a round, accepted " in done.stdout
+    assert accepted in done.stdout and "24 tokens, the first after" in done.stdout
+    times = {name: float(ms) for name, ms, *_ in map(str.split, done.stdout.splitlines()[-6:])}
+    assert 0 < times["verify"] < times["round"]
 
 
 def test_spans_as_they_are_read(tmp_path: Path) -> None:
-    file = Path(written(tmp_path, line(span("a", "b", 1, 2, "c", link="d", x=3, y=["z"]), service="draft")))
-    (found,) = read_trace(file).spans
+    file = Path(written(tmp_path, line(span("a", "b", 1, 2, "c", x=3, y=["z"]), service="draft")))
+    (found,), is_cut = read_trace(file)
     attributes = {"outrider.x": 3, "outrider.y": ["z"]}
-    assert found == Span("t" * 32, "b", "c", "a", MS, 2 * MS, attributes, ("d",), "outrider-draft")
-    assert find_requests([found]) == []
-    with pytest.raises(BadTrace):
+    assert found == Span("t" * 32, "b", "c", "a", MS, 2 * MS, attributes)
+    assert not is_cut and find_requests([found]) == []
+    with pytest.raises(ValueError, match="line 1: no OTLP trace"):
         read_trace(Path(written(tmp_path, "1")))
 
 

@@ -37,7 +37,7 @@ def test_a_reader_that_stops_aborts_the_call() -> None:
 
     items = Background(blocking).items()
     assert next(items) == 1
-    items.close()  # type: ignore[attr-defined]
+    items.close()
     assert released.is_set()
 
 

@@ -17,7 +17,8 @@ from outrider.client.types import decode_response
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import generation_pb2
 
 PROMPT = (11, 12, 13)

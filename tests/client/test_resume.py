@@ -34,7 +34,7 @@ from outrider.rpc.errors import (
     Unavailable,
 )
 from outrider.rpc.retry_budget import RetryBudget
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 from outrider.v1 import generation_pb2 as pb
 
 both = pytest.mark.parametrize("kind", KINDS)

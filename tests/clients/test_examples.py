@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -23,8 +23,9 @@ from support.services import Trio
 
 from outrider.client import Client
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.servicer import GenerationServicer
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "clients"
 PROMPT = "the quick"
@@ -44,10 +45,10 @@ BUILD_S = 240
 class WatchedEngine(GenerationEngine):
     """Refuses the bad request only when the cancelled one is gone, which the program cannot have been: it waits."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+    async def generate(self, request: GenerationRequest, *how: Any) -> AsyncGenerator[GenerationDelta, None]:
         if request.sampling is not None and request.sampling.temperature < 0:
             await until(lambda: not any(link.open for link in self.verifier.links), 30)  # type: ignore[attr-defined]
-        async for delta in super().generate(request):
+        async for delta in super().generate(request, *how):
             yield delta
 
 
@@ -88,7 +89,7 @@ def made(language: str, build: Path) -> Path:
         if all((build / "node/node_modules" / name).exists() for name in needed):
             return build
     environment = os.environ | {"OUT": str(build), "PYTHON": sys.executable, "npm_config_fetch_retries": "0"}
-    command = [FOLDER / "build.sh", language]
+    command = [str(FOLDER / "build.sh"), language]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_S, check=False)
     except subprocess.TimeoutExpired:

@@ -4,6 +4,7 @@ byte, those of an unbroken stream; those accepted by rejection are whole."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.services import Trio
 
 from outrider.cli.local_services import Service
 from outrider.client import Client, Part, SyncClient
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
 
 PROMPT = "def parse_args(argv):"
 MAX_TOKENS = 600  # no gateway is through with them before it is killed
@@ -37,7 +38,7 @@ async def broken(kind: Kind, trio: Trio, after: int, options: dict[str, Any]) ->
         last = client._index
     else:
         with SyncClient(addresses) as sync_client:
-            await asyncio.to_thread(lambda: [killing.take(part) for part in sync_client.generate(PROMPT, **options)])
+            await asyncio.to_thread(lambda: deque(map(killing.take, sync_client.generate(PROMPT, **options))))
         last = sync_client._index
     assert killing.done and last == 1, "the gateway was through before it was killed"
     return killing.parts

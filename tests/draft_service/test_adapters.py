@@ -22,7 +22,7 @@ from outrider.engine.model_runner import RunnerOptions
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.messages import DraftTokens
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PROMPT = [(7 * index) % 90 + 3 for index in range(40)]
 K = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import pytest
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
@@ -25,7 +26,7 @@ from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheM
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PROMPT = list(range(3, 24))  # the window's end crosses a block's
 K, BRANCHES = 4, 5
@@ -36,7 +37,7 @@ REQUESTS = {
 }
 
 
-def branching(request: Open, **options: int) -> tuple[DraftHarness, list[DraftTokens]]:
+def branching(request: Open, **options: Any) -> tuple[DraftHarness, list[DraftTokens]]:
     harness = DraftHarness(**options)
     ahead = credit(1, len(PROMPT) + 2 * (K + 1), K, BRANCHES)
     pieces = [event for event in harness.run(request, ahead) if isinstance(event, DraftTokens)]
@@ -149,7 +150,7 @@ def test_rates_and_ranks() -> None:
         rates.observe(4, 1, 2)  # always the second is refused, and the third alternative is right
     assert rates.acceptance.at(0) > 0.9 and rates.acceptance.at(1) < 0.1
     assert rates.chance(2) > 0.8 > rates.chance(0)
-    top_tokens = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
+    top_tokens: dict[int, tuple[int, ...]] = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
     chances = outcome_probs(rates.table(2), 0, 10, top_tokens, [])
     assert max(chances, key=chances.__getitem__) == Outcome(0, 11, 6)
     assert [rank_of(top_tokens, 11, token) for token in (5, 99)] == [1, -1] and rank_of(top_tokens, 20, 5) is None

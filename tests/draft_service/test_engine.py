@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 from support.methods import Broken, LastToken
 
 from outrider.draft_service import chains
-from outrider.draft_service.sequence import MAX_AHEAD, DraftSequence
+from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Detach
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 PENALISED = SamplingParams(
     temperature=0.9, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=6,
@@ -181,23 +180,6 @@ def test_a_draft_with_weights_ends_by_nothing_that_was_drawn() -> None:
         assert leaves_by_its_laws(weighing(seed), UNSURE), seed
         lengths |= {len(piece.ids) for piece in drafted_with(weighing(seed), UNSURE)[0]}
     assert lengths == {1, 4}
-
-
-def _by_its_tokens(draft: DraftSequence, chain: Any, drafted: Sequence[DraftedToken]) -> bool:
-    token = drafted[-1]
-    ids, weights = (np.frombuffer(packed, "<u4").tolist() for packed in (token.ids, token.weights))
-    return weights[ids.index(token.token_id)] < 0.01 * sum(weights)
-
-
-def _behind_any_token(draft: DraftSequence, chain: Any, drafted: Sequence[DraftedToken]) -> bool:
-    return drafted[-1].confidence < UNSURE
-
-
-@pytest.mark.parametrize("mutant", [_by_its_tokens, _behind_any_token])
-def test_a_piece_that_leaves_early_by_a_token_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either by the token itself, or by a law that those before it in the piece have made."""
-    monkeypatch.setattr(DraftSequence, "ends_behind", mutant)
-    assert not all(leaves_by_its_laws(weighing(seed), UNSURE) for seed in range(12))
 
 
 def test_what_one_step_says_to_a_stream_is_one_flush() -> None:

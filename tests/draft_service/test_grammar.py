@@ -27,11 +27,13 @@ from support.engines import (
 from support.models import ascii_backend
 
 from outrider.draft_service.grammar import spec_of
-from outrider.engine import grammar_queue
-from outrider.engine.grammar import GrammarCompiler, GrammarSpec
+from outrider.engine.grammar import queue as grammar_queue
+from outrider.engine.grammar.compiler import GrammarCompiler
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.engine.token_tree import TokenTree, path_to
-from outrider.rpc.messages import DraftTokens, Open, Reasoning
-from outrider.rpc.sampling_params import SamplingParams, StructuredOutput
+from outrider.rpc.messages import DraftTokens, Open
+from outrider.rpc.words.sampling_params import SamplingParams
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 
 EOS = tiny_draft().eos_token_ids[0]
 PROMPT = tuple(range(3, 20))

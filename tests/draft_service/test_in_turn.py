@@ -12,7 +12,7 @@ from outrider.proposers.base import SequenceContext
 from outrider.proposers.prediction import PredictionProposer
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 PROMPT = list(range(3, 15))  # without a repetition
 GUESS = (20, 21, 22, 23, 24, 25)
@@ -73,7 +73,7 @@ def test_a_prediction_that_ends_is_gone_on_with_by_the_model_in_the_same_numberi
     text = [*PROMPT, *GUESS, 90]
     (third,) = pieces(harness.run(commit(1, 17, 25, 90, chain=1, num_drafted=1, num_accepted=1), credit(1, 23, 4)))
     assert (third.method, third.chain, third.position) == ("draft_model", 2, 19)
-    expected = []
+    expected = list[int]()
     for _ in range(4):
         expected.append(naive(request, [*text, *expected], harness.loaded)[0])
     assert list(third.ids) == expected

@@ -6,19 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from lossless.mutants import (
-    Mutation,
-    mapped_draws_are_not_renormalised,
-    mapped_noise_is_indexed_by_own_ids,
-    mapped_positions_are_the_drafts,
-)
 from support.engines import GREEDY, SAMPLED, DraftHarness, commit, credit, naive, new_open
 from support.environment import SEED
 
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.lexicon import Lexicon, Token
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 OWN, SHARED, SPELLED, UNKNOWN = 97, 70, 40, 10  # tokens of the draft; of the target, by what the draft makes of them
 LAST = SHARED + SPELLED + UNKNOWN - 1
@@ -97,17 +91,6 @@ def test_rounds_are_those_of_a_draft_that_computes_all_afresh(name: str) -> None
         harness.check()
 
 
-@pytest.mark.parametrize(
-    ("bug", "name"),
-    [(mapped_noise_is_indexed_by_own_ids, "coupled"), (mapped_positions_are_the_drafts, "coupled"),
-     (mapped_positions_are_the_drafts, "weights"), (mapped_draws_are_not_renormalised, "weights")],
-)  # fmt: skip
-def test_a_bug_is_seen(bug: Mutation, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug(monkeypatch)
-    with pytest.raises(AssertionError, match=r"^assert \(\d+, "):
-        test_rounds_are_those_of_a_draft_that_computes_all_afresh(name)
-
-
 def test_branches_go_on_from_their_guesses() -> None:
     harness, request = DraftHarness(num_blocks=128, mappings=[MAP]), opened("coupled")
     ahead = credit(1, len(PROMPT) + 2 * (K + 1), K, BRANCHES)
@@ -171,7 +154,7 @@ def test_prefix_hits_and_forks_change_nothing() -> None:
 def test_the_context_counts_own_tokens() -> None:
     harness, prompt = DraftHarness(max_model_len=20, mappings=[MAP]), [75, 76, 77, 78]
     own = len(MAP.spell_all(prompt))
-    assert own > 8
+    assert len(prompt) < own < 20 < 3 * own
     said = pieces(harness.run(opened("greedy", 1, prompt), credit(1, 400, 100)))
     assert [(piece.position, len(piece.ids)) for piece in said] == [(4, 20 - own)]
     (failure,) = harness.run(opened("greedy", 2, 3 * prompt))

@@ -10,7 +10,7 @@ from support.metrics import MODEL, Idle, scraped
 from outrider.draft_service.boot import new_metrics
 from outrider.draft_service.metrics import DraftMetrics
 from outrider.draft_service.settings import DraftSettings
-from outrider.rpc.messages import Close, DraftTokens
+from outrider.rpc.messages import Close, DraftCommand, DraftTokens
 from outrider.rpc.servicer import Deliver
 
 PROMPT = [5, 6, 7, 8]
@@ -27,7 +27,7 @@ class Metered(DraftHarness):
     def read(self, name: str, **labels: str) -> float:
         return scraped(self.metrics)[f"draft_{name}", tuple(sorted(labels.items()))]
 
-    def deliver(self, age_s: float, *messages: object) -> list[object]:
+    def deliver(self, age_s: float, *messages: DraftCommand) -> list[object]:
         """As `run`, of a frame that has waited so long for the thread."""
         first = len(self.events)
         self.engine.handle(Deliver(STREAM, messages, self.events.append, time.monotonic() - age_s))

@@ -19,7 +19,7 @@ from outrider.proposers.reencoded_text import ReencodedText
 from outrider.proposers.reencoding import Reencoding
 from outrider.rpc.lexicon import lexicon_of
 from outrider.rpc.messages import DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 OWN = [chr(0x100 + own) for own in range(97)]  # the draft's tokens are letters
 PAIRS = [OWN[number] + OWN[(7 * number + 3) % 60] for number in range(50)]

@@ -25,17 +25,18 @@ from outrider.draft_service.admission import ModelMethod
 from outrider.draft_service.boot import DraftService, build_model_method
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine import memory
-from outrider.engine.loader import LoadedModel
+from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions
 from outrider.gateway.peers.remote import DRAFT_SERVICE
 from outrider.proposers.prediction import PredictionProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_STREAM, RELOADED
+from outrider.rpc.engine_service import this_machine
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Reloaded
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Close, Closed, DraftInfo, DraftTokens, Failure, Reloaded
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import client_stream
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 COUPLED, BLOCK = AcceptanceRule.COUPLED, AcceptanceRule.BLOCK
@@ -231,7 +232,7 @@ class Running:
 
     def __init__(self, service: DraftService, channel: grpc.aio.Channel) -> None:
         self.service, self.channel = service, channel
-        self.stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.stub = draft_pb2_grpc.DraftServiceStub(channel)
 
     async def reload(self, model: Path | str) -> Reloaded:
         try:
@@ -293,6 +294,20 @@ async def test_streams_go_on_and_hear_that_something_has_changed(running: Runnin
     assert (labels["model"], labels["digest"]) == ("new", done.after.digest[:12])
 
 
+async def test_what_its_tokens_take_is_told_and_told_anew(
+    running: Running, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs_of(info: DraftInfo) -> tuple[tuple[int, int], ...]:
+        return {method.name: method.step_costs for method in info.methods}["draft_model"]
+
+    before = await DRAFT_SERVICE.get_info(running.channel)
+    assert [rows for rows, _ in costs_of(before)][:3] == [1, 2, 4] and all(us > 0 for _, us in costs_of(before))
+    assert before.machine == this_machine() != ""
+    monkeypatch.setattr(boot, "measure_steps", lambda *_: ((1, 77),))
+    await running.reload(folders["new"])
+    assert costs_of(await DRAFT_SERVICE.get_info(running.channel)) == ((1, 77),)
+
+
 @pytest.mark.parametrize(
     ("name", "reason", "said"),
     [
@@ -330,12 +345,12 @@ async def test_without_room_beside_it_the_old_one_stays(
 async def test_one_at_a_time_and_none_while_draining(
     running: Running, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, let_go, load = threading.Event(), threading.Event(), boot.load_model
+    begun, let_go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> LoadedModel:
         begun.set()
         assert let_go.wait(60)
-        return load(*arguments, **options)
+        return load_model(*arguments, **options)
 
     monkeypatch.setattr(boot, "load_model", slow)
     first = asyncio.create_task(running.reload(folders["new"]))
@@ -363,12 +378,12 @@ async def test_one_at_a_time_and_none_while_draining(
 async def test_a_caller_that_leaves_does_not_stop_it(
     running: Running, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, let_go, load = threading.Event(), threading.Event(), boot.load_model
+    began, let_go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> LoadedModel:
         began.set()
         assert let_go.wait(60)
-        return load(*arguments, **options)
+        return load_model(*arguments, **options)
 
     monkeypatch.setattr(boot, "load_model", slow)
     digest = await running.digest()

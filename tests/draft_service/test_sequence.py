@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import pytest
 from support.engines import commit, credit
 
-from outrider.draft_service.chains import (
-    Chain,
-)
+from outrider.draft_service.chains import Chain
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.random import RandomKey
@@ -17,7 +15,7 @@ from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, DraftTokens
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 PROMPT = [1, 2, 3, 4, 5]
 CHAIN = [10, 11, 12, 13]

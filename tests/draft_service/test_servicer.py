@@ -18,21 +18,22 @@ from support.models import save_tiny
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method, load_methods
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
+from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import Worker
+from outrider.engine.worker import DeviceWorker
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import FrameStream, Outboxes, client_stream
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 INFO = DraftInfo(ModelInfo("tiny", "d", 97, 512), (DraftMethod("draft_model"), DraftMethod("ngram")))
@@ -46,7 +47,7 @@ class Service:
         method = build_model_method(model, RunnerOptions(num_blocks=64))
         outboxes = Outboxes(asyncio.get_running_loop())
         self.engine = DraftEngine(make_methods([method, NgramProposer()]), flush=outboxes.flush)
-        self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
+        self.thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, outboxes, INFO)
         self.server = build_service(
             ServerSettings(listen="localhost:0"), self.engine, self.thread, self.servicer

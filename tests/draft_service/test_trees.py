@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from support.engines import COUPLED, GREEDY, REJECTION, SAMPLED, DraftHarness, commit, new_open, tiny_draft
@@ -18,7 +20,7 @@ PROMPT = tuple(range(3, 40))
 SEED = 77
 
 
-def trees_of(events: list[object]) -> list[DraftTokens]:
+def trees_of(events: Sequence[object]) -> list[DraftTokens]:
     return [event for event in events if isinstance(event, DraftTokens) and event.ids]
 
 
@@ -28,8 +30,8 @@ def ranked(tokens: list[int], coupled: bool) -> list[int]:
     logits = runner.forward([BatchEntry(tokens, 0, list(range(8)), 1)])  # [1, vocab]
     if not coupled:
         return logits[0].argsort(descending=True, stable=True).tolist()
-    counters = (torch.tensor([value]) for value in (SEED, len(tokens), 0))
-    noise = exponential_noise(*counters, logits.shape[1])
+    seed, place, completion = (torch.tensor([value]) for value in (SEED, len(tokens), 0))
+    noise = exponential_noise(seed, place, completion, logits.shape[1])
     return (noise / (logits / SAMPLED.temperature).softmax(-1))[0].argsort().tolist()
 
 
@@ -45,7 +47,7 @@ def test_nodes_are_the_likeliest_tokens_behind_their_paths(coupled: bool) -> Non
     for _ in range(3):
         pieces = trees_of(events)
         assert [piece.sequence_id for piece in pieces] == [1, 2]
-        events = []
+        commits = []
         for piece in pieces:
             text = texts[piece.sequence_id]
             assert piece.parents == TREE.parents and piece.position == len(text) and piece.draft_us > 0
@@ -55,8 +57,8 @@ def test_nodes_are_the_likeliest_tokens_behind_their_paths(coupled: bool) -> Non
             new = (piece.ids[0], piece.ids[4], 9)  # a path, and the target's own token
             done = commit(piece.sequence_id, len(text), *new, chain=piece.chain, num_drafted=9, num_accepted=2)
             text += new
-            events += [done]
-        events = harness.run(*events)
+            commits += [done]
+        events = harness.run(*commits)
         harness.check()
 
 

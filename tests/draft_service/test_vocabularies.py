@@ -26,8 +26,8 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Credit, DraftInfo, DraftTokens, ModelInfo, Open
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.vocabulary import TokenizerFile
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 

@@ -20,12 +20,12 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets, load_adapter, unload_adapter
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.planner.policy import SpeculationTally
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import NotFound
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.settings import TargetSettings
 
@@ -112,8 +112,8 @@ def ids_of(deltas: Sequence[GenerationDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def tally_of(deltas: Sequence[GenerationDelta]) -> SpeculationTally:
-    tally = deltas[-1].tally
+def tally_of(deltas: Sequence[GenerationDelta]) -> SpeculationStats:
+    tally = deltas[-1].speculation
     assert tally is not None
     return tally
 

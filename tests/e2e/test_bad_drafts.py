@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.rpc.messages import MAX_WEIGHTS, DraftInfo, DraftMethod, Failure, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 NUM_TOKENS = 48
 VOCAB = 4096
@@ -43,7 +43,7 @@ class Target:
 
     pool: RemoteTargets
     tokenizer: Tokenizer
-    said: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # plainly, by prompt and salt
+    said: dict[tuple[str | None, str], list[int]] = field(default_factory=dict)  # plainly, by prompt and salt
 
     def engine(self, drafts: RemoteDrafts | None = None, config: EngineConfig = IMPATIENT) -> GenerationEngine:
         return GenerationEngine(self.tokenizer, self.pool, drafts, config)
@@ -261,14 +261,6 @@ def noughts(weights: dict[str, torch.Tensor]) -> None:
 
 
 HARM = pytest.mark.parametrize("harm", [not_numbers, one_not_a_number, noughts], ids=lambda harm: harm.__name__)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @HARM

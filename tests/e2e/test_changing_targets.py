@@ -16,7 +16,7 @@ from support.models import save_tiny, tiny_hf_model
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.settings import TargetSettings
 

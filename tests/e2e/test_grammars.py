@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from support.environment import START_S
 from support.gateways import METRICS
 from support.metrics import Samples, samples_of
 from support.models import ascii_backend, save_tiny
@@ -25,7 +26,6 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 VOCAB, END = 97, 2
-START_S = 60.0
 NAMES = ["ada", "grace", "barbara", "katherine"]
 SCHEMA = json.dumps(
     {"type": "array", "minItems": 8, "maxItems": 8, "items": {"enum": NAMES}},
@@ -106,7 +106,7 @@ async def stub(deployment: Deployment) -> AsyncIterator[Any]:
     await channel.close()
 
 
-def asked(k: int = 4, acceptance: int = 0, schema: str = SCHEMA, **sampling: Any) -> pb.GenerateRequest:
+def asked(k: int = 4, acceptance: Any = 0, schema: str = SCHEMA, **sampling: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(text="names: ", sampling={"max_tokens": 200, "temperature": 0.0, **sampling})
     request.sampling.structured_output.json_schema = schema
     request.speculation.enabled, request.speculation.acceptance = k > 0, acceptance
@@ -125,6 +125,7 @@ def check(text: str) -> None:
 
 
 async def test_json_is_what_was_asked_for_whatever_was_drafted(stub: Any) -> None:
+    sampling: Any
     for sampling in ({}, {"temperature": 1.0, "seed": 7}):
         rule = 2 if sampling else 0  # coupled
         texts = await asyncio.gather(*(text_of(stub, asked(k, rule, **sampling)) for k in (0, 1, 4, 8)))

@@ -15,11 +15,11 @@ from support.proofs import on_a_diagonal
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteTargets
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.proposers.registry import HEADS
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.settings import TargetSettings
 
@@ -75,7 +75,7 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
             first, again = [await answer(targets.engine, request(place, temperature, method)) for _ in range(2)]
             assert tokens_of(first) == tokens_of(again) == tokens_of(warm) == plain and len(plain) == NUM_TOKENS
             assert (cached(first), cached(again)) == (cached(cold), cached(warm)) and cached(warm) > 0
-            for tally in (first[-1].tally, again[-1].tally):
+            for tally in (first[-1].speculation, again[-1].speculation):
                 assert tally is not None and tally.by_method.keys() == {method}
                 drafted, accepted = drafted + tally.num_draft_tokens, accepted + tally.num_accepted_tokens
     assert 0 < accepted < drafted

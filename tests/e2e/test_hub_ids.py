@@ -11,7 +11,7 @@ from outrider.cli.check_pair import main as check_pair
 from outrider.cli.serve import ServeSettings
 from outrider.draft_service import boot as draft_boot
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.__main__ import _load_tokenizer
+from outrider.gateway.boot import load_tokenizer
 from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
 from outrider.rpc.hub import model_name
@@ -39,9 +39,10 @@ def test_services_and_commands(hub: Path, capsys: pytest.CaptureFixture[str]) ->
     assert target.model == snapshot(hub, "large") and model_name(target.model) == TARGET
     draft = draft_boot.located(DraftSettings(model=Path(f"{DRAFT}@main")))
     assert draft.model == snapshot(hub, "small")
-    assert _load_tokenizer(Path(TARGET)).num_tokens == _load_tokenizer(pair_path().target).num_tokens
-    served = ServeSettings(target=Path(TARGET), draft=DRAFT).located()
-    assert (served.target_folder, served.draft_folder) == (snapshot(hub, "large"), snapshot(hub, "small"))
+    assert load_tokenizer(Path(TARGET)).num_tokens == load_tokenizer(pair_path().target).num_tokens
+    served = ServeSettings.model_validate({"target": {"model": TARGET}, "draft": {"model": DRAFT}}).located()
+    assert served.draft is not None
+    assert (served.target.model, served.draft.model) == (snapshot(hub, "large"), snapshot(hub, "small"))
     assert check_pair(["--target", TARGET, "--draft", DRAFT]) == 0 and "identical" in capsys.readouterr().out
 
 
@@ -52,7 +53,7 @@ def test_the_embedded_pairs_name(capsys: pytest.CaptureFixture[str]) -> None:
     for method, folder in (("draft_model", pair.draft), ("ngram,pard", pair.pard)):
         draft = draft_boot.located(DraftSettings(model=python, method=method, target_tokenizer=[python]))
         assert (draft.model, draft.target_tokenizer) == (folder, [pair.target])
-    assert _load_tokenizer(python).num_tokens == _load_tokenizer(pair.target).num_tokens
+    assert load_tokenizer(python).num_tokens == load_tokenizer(pair.target).num_tokens
     assert check_pair(["--target", "python", "--draft", "python"]) == 0 and "identical" in capsys.readouterr().out
 
 

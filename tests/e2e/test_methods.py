@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from lossless import statistics
 from support.embedded import embedded_target
 from support.proofs import on_a_diagonal
 
@@ -20,11 +19,12 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.registry import METHODS
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.settings import parse_settings
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n    return",
@@ -82,8 +82,8 @@ async def target() -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def drafting(method: str, target: Target) -> AsyncIterator[Draft]:
-    """By the service that `outrider serve --method METHOD` would start."""
-    served = ServeSettings(method=method, draft_threads=1, draft_cache_mb=16, **EAGER)
+    """By the service that `outrider serve --draft.method METHOD` would start."""
+    served = ServeSettings.model_validate({"draft": {"method": method, "threads": 1, "cache_mb": 16, **EAGER}})
     service = await start_draft(parse_settings(DraftSettings, served.draft_arguments()[1:], "draft", ""))
     await service.server.start()
     async with RemoteDrafts([service.server.address]) as pool:
@@ -135,7 +135,7 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
                 first, again = [await answer(draft.engine, request) for _ in range(2)]
                 assert tokens_of(first) == tokens_of(again) == plain
                 assert (cached(first), cached(again)) == (cached(cold), cached(warm))
-                for tally in (first[-1].tally, again[-1].tally):
+                for tally in (first[-1].speculation, again[-1].speculation):
                     assert tally is not None and tally.method == method
                     assert method == IN_TURN or tally.by_method.keys() <= {method}
                     shares = tally.by_method.values()
@@ -163,7 +163,3 @@ async def test_one_that_dies_in_mid_round_changes_no_token(method: str, temperat
                 if len(tokens) > NUM_TOKENS // 2 and "sequential" in modes:
                     await draft.kill()
     assert tokens == plain and "sequential" in modes and modes[-1] == "off"
-
-
-def test_the_proof_of_the_law_draws_by_every_method() -> None:
-    assert {setting.method for setting in (*statistics.SHORT, *statistics.LONG)} >= METHODS.keys()

@@ -15,13 +15,12 @@ from support.gateways import over_grpc, save_thinking
 from outrider.client import Client, Part
 from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http.app import HttpServer
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http.server import HttpServer
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 
@@ -31,7 +30,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["ok", "colour"],
     "additionalProperties": False,
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 MESSAGES: list[Any] = [{"role": "user", "content": "the quick brown fox"}]
 MOST = 6  # tokens of reasoning
 
@@ -58,7 +57,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         await targets.wait_usable()
         await drafts.wait_usable()
         config = EngineConfig(num_draft_tokens=4, draft_patience_ms=20_000)
-        engine = MeteredEngine(tokenizer, targets, drafts, config)
+        engine = GenerationEngine(tokenizer, targets, drafts, config)
         http = HttpServer(engine, "127.0.0.1:0", grace_s=1)
         await http.start()
         async with over_grpc(GenerationServicer(engine)) as address, Client(address) as client:
@@ -78,7 +77,7 @@ async def ask(served: Served, seed: int, temperature: float, **speculation: Any)
         max_tokens=100,
         temperature=temperature,
         seed=seed,
-        response_format=FORMAT,  # type: ignore[arg-type]
+        response_format=FORMAT,
         extra_body=extra,
     )
 

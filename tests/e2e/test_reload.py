@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.metrics import samples_of
 from support.models import other_weights
-from support.services import outrider_process
+from support.services import outrider_process, wait_for_draft
 
-from outrider.cli.local_services import Services, wait_for_draft
+from outrider.cli.local_services import Services
 from outrider.gateway.peers.remote import DRAFT_SERVICE, reload_model
 from outrider.pairs import PairPaths, pair_path
 from outrider.rpc.channel import connect
@@ -25,7 +26,6 @@ from outrider.rpc.messages import Reloaded
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
-START_S = 60.0
 HTTP = re.compile(r"gateway http on (\S+)")
 NUM_TOKENS = 240
 REQUESTS: list[dict[str, Any]] = [
@@ -94,7 +94,7 @@ async def stream(gateway: str, request: dict[str, Any], drafts: bool = True) -> 
         },
     )
     async with connect(gateway) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         async for response in stub.Generate(asked, timeout=120, wait_for_ready=True):
             yield response
 
@@ -147,15 +147,15 @@ ACCEPTED = re.compile(r"accepted (\d+)% \(\d+/\d+\)")
 
 async def test_the_command_tells_what_the_weights_are_worth(running: Running) -> None:
     at_target = ["--target", running.target, "--tokenizer", str(running.pair.target)]
-    arguments = ["--draft", running.draft, "--num-draft-tokens", "4"]
-    done = await asyncio.to_thread(outrider_process, "reload", *arguments, "--model", str(running.worse), *at_target)
+    arguments = ["admin", "reload", "--draft", running.draft, "--num-draft-tokens", "4"]
+    done = await asyncio.to_thread(outrider_process, *arguments, "--model", str(running.worse), *at_target)
     assert done.returncode == 0, done.stderr
     before, after = map(int, ACCEPTED.findall(done.stdout))
     assert before > after + 10 and "before  python/draft " in done.stdout and "after   worse " in done.stdout
     through = ["--model", str(running.pair.draft), "--gateway", running.gateway]
-    done = await asyncio.to_thread(outrider_process, "reload", *arguments, *through)
+    done = await asyncio.to_thread(outrider_process, *arguments, *through)
     assert done.returncode == 0, done.stderr
     worse, better = map(int, ACCEPTED.findall(done.stdout))
     assert better > worse + 10
-    refused = await asyncio.to_thread(outrider_process, "reload", *arguments, *through[2:], "--model", "nowhere")
+    refused = await asyncio.to_thread(outrider_process, *arguments, *through[2:], "--model", "nowhere")
     assert refused.returncode == 1 and "there is no such folder" in refused.stderr and not refused.stdout

@@ -13,14 +13,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
+from support.services import Trio
 
-from outrider.cli.local_services import Services, wait_for_draft
 from outrider.client import Client
-from outrider.pairs import pair_path
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
-START_S = 60.0
 HTTP = re.compile(r"gateway http on (\S+)")
 MODEL = "python"
 
@@ -50,18 +48,10 @@ class Addresses:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Addresses]:
-    pair = pair_path()
-    with Services() as services:
-        common = ["--listen", "127.0.0.1:0", "--grace-s", "1"]
-        draft = services.start("draft", ["draft", *common, "--threads", "1", "--model", str(pair.draft)])
-        target = services.start("target", ["target", *common, "--threads", "1", "--model", str(pair.target)])
-        peers = ["--target", services.wait(target, START_S), "--draft", services.wait(draft, START_S)]
-        flags = ["--tokenizer", str(pair.target), "--mode", "sequential", "--http", "127.0.0.1:0"]
-        gateway = services.start("gateway", ["gateway", *common, *peers, *flags, "--model-name", MODEL])
-        address = services.wait(gateway, START_S)
-        wait_for_draft(address, START_S, services.check)
-        yield Addresses(address, f"http://{gateway.find(HTTP)}")
+def served(trio: Trio) -> Iterator[Addresses]:
+    gateway = trio.start_gateway("--mode", "sequential", "--http", "127.0.0.1:0", "--model-name", MODEL)
+    yield Addresses(trio.wait(gateway), f"http://{gateway.find(HTTP)}")
+    trio.services.stop(gateway)
 
 
 @pytest.fixture

@@ -14,21 +14,22 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.metrics import samples_of
 from support.models import save_tiny, train_byte_level
+from support.services import wait_for_draft
 
-from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.cli.local_services import Service, Services
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_STREAM
 from outrider.rpc.messages import Close, Commit, Credit, Open
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.stream import client_stream
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import draft_pb2_grpc, generation_pb2_grpc
 from outrider.v1 import generation_pb2 as pb
 
 VOCAB = 300
-START_S = 60.0
 NUM_TOKENS = 64
 METRICS = re.compile(r"draft metrics on (\S+)")
 LEARNED = ("draft_learned", (("kind", "suffix_sequences"),))
@@ -100,7 +101,7 @@ async def stream(
         speculation={"num_draft_tokens": k, "enabled": k > 0, "acceptance": 2},
     )
     async with connect(gateway) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         async for response in stub.Generate(request, timeout=60, wait_for_ready=True):
             yield response
 
@@ -152,7 +153,7 @@ async def test_what_was_written_outlives_kill_9(tmp_path: Path) -> None:
         draft = services.start("draft", arguments)
         services.wait(draft, START_S)
         async with connect(draft.address) as channel:
-            stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
             async with client_stream(DRAFT_STREAM, stub.Propose()) as stream:
                 stream.send(Open(1, (1, 2, 3), SamplingParams()), Commit(1, 3, tuple(answer)), Credit(1, 110, 4))
                 async with asyncio.timeout(START_S):

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 
 from outrider.cli.local_services import Service, Services
@@ -25,7 +26,6 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 VOCAB = 300
-START_S = 60.0
 PROMPT = [11, 12, 13]
 HTTP = re.compile(r"gateway http on (\S+)")
 
@@ -118,7 +118,7 @@ async def test_coupled_text_depends_on_no_draft(stub: Any) -> None:
             text="def f(x):\n", sampling={"max_tokens": 40, "temperature": 1.0, "seed": 99, "ignore_eos": True}
         )
         request.speculation.num_draft_tokens = k
-        request.speculation.acceptance = 2
+        request.speculation.acceptance = pb.ACCEPTANCE_RULE_COUPLED
         responses = [r async for r in stub.Generate(request, timeout=60)]
         outputs.append((tokens_of(responses), "".join(r.text for r in responses)))
     assert all(output == outputs[0] for output in outputs)

@@ -14,9 +14,8 @@ from openai import AsyncOpenAI, BadRequestError
 from support.models import save_tiny
 from support.tools import save_tool_tokenizer
 
-from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http.app import HttpServer
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http.server import HttpServer
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ async def served(name: str, folder: Path) -> AsyncIterator[AsyncOpenAI]:
     drafter = LocalDrafter([NgramProposer()])
     async with RemoteTargets([target.server.address]) as targets:
         await targets.wait_usable()
-        engine = MeteredEngine(Tokenizer.load(folder), targets, drafter, EngineConfig(model_name="toy"))
+        engine = GenerationEngine(Tokenizer.load(folder), targets, drafter, EngineConfig(model_name="toy"))
         http = HttpServer(engine, "127.0.0.1:0", ready=lambda: True, grace_s=1)
         await http.start()
         try:

@@ -15,10 +15,10 @@ from outrider.draft_service.boot import start
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 

@@ -19,8 +19,8 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.codec import StreamKind
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.stream import FrameStream, client_stream
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 K, NUM_TOKENS = 4, 192
 GRPC_HEADER = 5

@@ -90,7 +90,7 @@ def test_what_peft_wrote_computes_what_peft_computes(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.15)
-        model.save_pretrained(tmp_path / "adapter")
+        model.save_pretrained(str(tmp_path / "adapter"))
         expected = hf_logits(model.merge_and_unload(), ids)
     loaded = build_decoder(tiny_config(), state)
     resident = ResidentAdapters(loaded.model, AdapterRoom(1, 64))

@@ -77,7 +77,7 @@ def differ(logits: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_are_those_of_merged_weights(kernels: str, family: str, tmp_path: Path) -> None:
-    options = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
+    options: Any = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
     with cpu_kernels(kernels):
         case = Case(family, **options)
         folder = save_adapter(tmp_path / "adapter", case.state, targets_of(family))
@@ -238,7 +238,8 @@ def test_an_adapters_identity_is_its_content_and_its_base(tmp_path: Path) -> Non
     digest = case.load(folder).digest
     assert case.load(same).digest == digest, "where it came from is no part of it"
     assert load_adapter(folder, case.loaded.model, "another base").digest != digest
-    for number, options in enumerate(({"seed": 2}, {"lora_alpha": 9}, {"use_rslora": True}, {"targets": ATTENTION})):
+    changes: Any = ({"seed": 2}, {"lora_alpha": 9}, {"use_rslora": True}, {"targets": ATTENTION})
+    for number, options in enumerate(changes):
         assert case.load(save_adapter(tmp_path / f"{number}", case.state, **options)).digest != digest, options
 
 

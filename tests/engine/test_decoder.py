@@ -193,7 +193,7 @@ def test_only_the_rows_asked_for_have_logits() -> None:
 
 
 def test_longrope_factors_follow_max_model_len_alone() -> None:
-    options = {"rope_parameters": LONGROPE}
+    options: Any = {"rope_parameters": LONGROPE}
     model = tiny_hf_model(**options)
     ids = list(range(40))  # short: transformers takes the short factors
     short = build_decoder(tiny_config(**options), tiny_state(model), max_model_len=64).model

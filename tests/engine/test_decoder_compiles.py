@@ -27,6 +27,8 @@ from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
 from outrider.kernels import dispatch
 
+pytestmark = pytest.mark.compilers
+
 KERNELS = {"attend_kernel", "merge_kernel", "_turn_kernel", "_norm_kernel", "_gate_kernel"}
 MOST_CAPTURED = 3  # of one kernel: steps of one row a sequence, windows, and a window that needs no split
 MOST = 6  # with prompts, whose ids are of another type

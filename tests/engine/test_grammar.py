@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -22,11 +23,15 @@ from support.models import train_byte_level
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.engine import grammar_trial
-from outrider.engine.ebnf import lark_of_ebnf
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
-from outrider.engine.grammar_trial import TrialFailed, Trials
-from outrider.engine.token_masks import Constraint
+from outrider.engine.grammar import trial as grammar_trial
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.ebnf import lark_of_ebnf
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.masks import num_words
+from outrider.engine.grammar.source import GrammarSpec
+from outrider.engine.grammar.trial import TrialFailed, Trials
+from outrider.rpc.words.structured import Reasoning
 
 HAS_HANGUPS = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="started by nohup")
 PADDING = 40  # logits above the tokenizer's ids
@@ -133,8 +138,13 @@ def test_ebnf_becomes_strings_as_every_release_of_llguidance_reads_them() -> Non
     assert "".join(json.loads(f'"{text}"') for text in literals) == '<A\\"x5c', lark
 
 
+def must_end(matcher: Matcher) -> bool:
+    """Whether only the end may follow."""
+    return allowed(matcher.masks(())[0]) == [END, OTHER_END]
+
+
 def allowed(row: Tensor) -> list[int]:
-    return [token for token in range(len(row) * 32) if row[token // 32].item() >> token % 32 & 1]
+    return [token for token in range(len(row) * 32) if int(row[token // 32]) >> token % 32 & 1]
 
 
 def walked(matcher: Matcher, ids: Sequence[int]) -> list[list[int]]:
@@ -156,15 +166,15 @@ def test_masks_along_drafted_tokens_are_those_of_single_steps(compiler: GrammarC
     assert [allowed(row) for row in whole[-1:]] == [[END, OTHER_END]]
     assert not any(token >= size for row in whole for token in allowed(row)), "padding is allowed"
     assert (matcher.masks(ids, first=2) == whole[2:]).all() and (matcher.masks(ids) == whole).all()
-    assert not matcher.must_end
+    assert not must_end(matcher)
     matcher.advance(ids)
-    assert matcher.must_end and allowed(matcher.masks(())[0]) == [END, OTHER_END]
+    assert must_end(matcher)
 
 
 REASONED = [
-    ReasoningSpec((51, 52), (50, 49), 0),
-    ReasoningSpec((51, 52), (50, 49), 3),
-    ReasoningSpec((51, 52), (), 2, open=True),
+    Reasoning((51, 52), (50, 49), 0),
+    Reasoning((51, 52), (50, 49), 3),
+    Reasoning((51, 52), (), 2, open=True),
 ]
 MASKED = [case[0] for case in CASES] + [replace(CASES[4][0], reasoning=one) for one in REASONED]
 
@@ -206,7 +216,7 @@ def test_rows_behind_a_forbidden_token_or_the_end_allow_everything(
     assert allowed(masks[len(wrong)]) == [END, OTHER_END] and (masks[len(wrong) + 1 :] == -1).all()
     assert (matcher.masks([10**6, -3])[1:] == -1).all()  # ids that do not exist
     matcher.advance(wrong)
-    assert matcher.must_end
+    assert must_end(matcher)
     with pytest.raises(GrammarError, match="does not fit"):
         matcher.advance([forbidden])
 
@@ -229,7 +239,7 @@ def test_forced_tokens_are_those_that_bytes_leave_no_choice_of(compiler: Grammar
     assert matcher.fits(forced) == len(forced) and matcher.forced(0) == []
     assert '{"a":'.startswith(backend.decode(forced))
     done = compiler.compile(GrammarSpec("choice", choices=("yes",))).matcher(backend.encode("yes").ids)
-    assert done.must_end and done.forced(4) == []
+    assert must_end(done) and done.forced(4) == []
 
 
 def test_a_constraint_that_forces_a_long_text_is_slow(
@@ -237,7 +247,7 @@ def test_a_constraint_that_forces_a_long_text_is_slow(
 ) -> None:
     matcher = compiler.compile(GrammarSpec("choice", choices=("a quick one",))).matcher()
     assert matcher.forced(2) and not matcher.is_slow
-    monkeypatch.setattr("outrider.engine.grammar.SLOW_S", -1.0)
+    monkeypatch.setattr("outrider.engine.grammar.compiler.SLOW_S", -1.0)
     constraint = Constraint(matcher, (), 0)
     assert not matcher.is_slow and constraint.forced_after(0, (), 2)
     assert matcher.is_slow and matcher.copy().is_slow
@@ -276,7 +286,7 @@ def test_the_constraint_applies_behind_reasoning_inside_a_window_too(
     compiler: GrammarCompiler, backend: Tokenizer, bound: int
 ) -> None:
     text = backend.encode("yes").ids
-    reasoning = ReasoningSpec(CLOSE, (THINK,), bound)
+    reasoning = Reasoning(CLOSE, (THINK,), bound)
     grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=reasoning))
     plain = compiler.compile(GrammarSpec("choice", choices=("yes",)))
     ids = [THINK, 60, CLOSE[0], *CLOSE, *text]
@@ -300,23 +310,23 @@ def test_output_without_reasoning_is_constrained_from_the_first_token(
 ) -> None:
     text = backend.encode("yes").ids
     for start in ((THINK,), (text[0], THINK)):  # also where the text begins as reasoning does
-        grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, start)))
+        grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=Reasoning(CLOSE, start)))
         assert grammar.matcher().fits([*text, END]) == len(text) + 1
         assert grammar.matcher().fits([*start, 7, *CLOSE, *text, END]) == len(start) + 1 + len(CLOSE) + len(text) + 1
-        assert grammar.matcher(text).must_end
-    inside = GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, open=True))
+        assert must_end(grammar.matcher(text))
+    inside = GrammarSpec("choice", choices=("yes",), reasoning=Reasoning(CLOSE, open=True))
     assert compiler.compile(inside).matcher().fits([7, 8, *CLOSE, *text, END]) == 4 + len(text) + 1
     assert compiler.compile(inside).matcher().fits([END]) == 0  # the answer is still to come
 
 
 def test_reasoning_may_be_bounded_without_a_constraint(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(GrammarSpec(None, reasoning=ReasoningSpec(CLOSE, open=True, max_tokens=3))).matcher()
+    matcher = compiler.compile(GrammarSpec(None, reasoning=Reasoning(CLOSE, open=True, max_tokens=3))).matcher()
     assert matcher.constrains
     rows = matcher.masks([7, 8, 9, *CLOSE, 10])
     assert (rows[:3] == -1).all() and (rows[5:] == -1).all()
     assert [allowed(row) for row in rows[3:5]] == [[CLOSE[0]], [CLOSE[1]]]
     matcher.advance([7, 8, 9, *CLOSE])
-    assert not matcher.constrains and not matcher.must_end and matcher.forced(3) == []
+    assert not matcher.constrains and not must_end(matcher) and matcher.forced(3) == []
 
 
 BAD: list[tuple[GrammarSpec, str]] = [
@@ -342,7 +352,7 @@ BAD: list[tuple[GrammarSpec, str]] = [
     (tag({"type": "table"}), "format.type is 'table'"),
     (tag({"type": "tag", "begin": 1}), "begin is no text"),
     (tag(TRIGGERED | {"triggers": ["<g="]}), "begins no tag"),
-    (GrammarSpec("regex", "a", reasoning=ReasoningSpec(())), "end_ids"),
+    (GrammarSpec("regex", "a", reasoning=Reasoning(())), "end_ids"),
 ]
 
 
@@ -425,7 +435,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
         trials.close()  # those that stand already
         for _ in range(2):
             trials._idle.put(None)
-        monkeypatch.setattr(grammar_trial.subprocess, "Popen", popen)
+        monkeypatch.setattr(subprocess, "Popen", popen)
 
     return prepare
 
@@ -444,7 +454,6 @@ def is_killed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
 
 def is_hung_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
     """As with the terminal of its service, in the midst of a question."""
-    wait = grammar_trial.select
 
     def prepare(trials: Trials) -> None:
         while (process := trials._idle.get()) is None:
@@ -455,7 +464,7 @@ def is_hung_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
         def hang_up(*waited_for: Any) -> Any:
             process._process.send_signal(signal.SIGHUP)
             process._process.send_signal(signal.SIGCONT)
-            return wait(*waited_for)
+            return select(*waited_for)
 
         monkeypatch.setattr(grammar_trial, "select", hang_up)
 
@@ -489,7 +498,7 @@ def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
 def test_a_question_is_written_whole_though_its_writer_was_stopped_meanwhile() -> None:
     """Half a tokenizer has no end of its line: the process waited for it, and every sequence with that constraint."""
     data = bytes(range(1, 256)) * 4096 + b"\n"  # more than a pipe holds
-    source = "import io, sys; from outrider.engine.grammar_trial import write_whole\n"
+    source = "import io, sys; from outrider.engine.grammar.trial import write_whole\n"
     source += (
         f"print('ready', flush=True); write_whole(io.FileIO(int(sys.argv[1]), 'w'), {data[:255]!r} * 4096 + b'\\n')"
     )
@@ -519,17 +528,18 @@ def test_a_constraint_is_tried_while_its_service_is_asked_to_end(
     backend: Tokenizer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """The signal comes to the whole group of processes, in the midst of a question."""
-    wait = grammar_trial.select
     compiler = GrammarCompiler(backend.to_str().encode(), backend.get_vocab_size(), (END,))
     try:
         compiler.compile(GrammarSpec("regex", "before"))
-        process = compiler._trials._idle.queue[-1]._process
+        trial = compiler._trials._idle.queue[-1]
+        assert trial is not None
+        process = trial._process
         process.send_signal(signal.SIGSTOP)
 
         def end_group(*waited_for: Any) -> Any:
             process.send_signal(number)
             process.send_signal(signal.SIGCONT)
-            return wait(*waited_for)
+            return select(*waited_for)
 
         monkeypatch.setattr(grammar_trial, "select", end_group)
         assert compiler.compile(GrammarSpec("regex", "in the midst")).matcher().constrains

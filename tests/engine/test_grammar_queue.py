@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from support.models import train_byte_level
 
-from outrider.engine import grammar_queue
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, ReasoningSpec
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar import queue as grammar_queue
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec
+from outrider.rpc.words.structured import Reasoning
 
 KNOWN = GrammarSpec("regex", "known")
 
 
-def hostile(number: int, reasoning: ReasoningSpec | None = None) -> GrammarSpec:
+def hostile(number: int, reasoning: Reasoning | None = None) -> GrammarSpec:
     return GrammarSpec("regex", f"hostile{number}", reasoning=reasoning)
 
 
@@ -68,7 +71,7 @@ def test_a_known_constraint_does_not_wait_behind_hostile_ones(compiling: Compili
 
 
 def test_each_text_is_compiled_once_however_many_ask_for_it(compiling: Compiling) -> None:
-    before = [ReasoningSpec((number,), open=True) for number in range(1, 5)]
+    before = [Reasoning((number,), open=True) for number in range(1, 5)]
     waiting = [compiling.ask(hostile(0, reasoning)) for reasoning in before]
     compiling.let_go.set()
     matchers = [one.result(60).matcher() for one in waiting]

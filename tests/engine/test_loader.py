@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_saved_checkpoints_give_transformers_logits(
-    family: str, options: dict[str, bool], kernels: str, tmp_path: Path
+    family: str, options: dict[str, Any], kernels: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path, family, **options)
     expected = hf_logits(tiny_hf_model(family, **options), IDS)
@@ -167,12 +167,12 @@ def test_an_adapter_beside_a_model_changes_nothing(tmp_path: Path, caplog: pytes
     expected = logits_of(load_model(save_tiny(tmp_path, hidden_act="relu")))
     hf = tiny_hf_model(hidden_act="relu")
     peft = get_peft_model(hf, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    peft.save_pretrained(tmp_path)
+    peft.save_pretrained(str(tmp_path))
     assert torch.equal(logits_of(load_model(tmp_path)), expected)
     assert "adapter_config.json, adapter_model.safetensors" in caplog.text
 
 
-REGISTRY = {"hidden_act": "relu"}  # which our decoder does not compute
+REGISTRY: Any = {"hidden_act": "relu"}  # which our decoder does not compute
 
 
 def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
@@ -245,7 +245,7 @@ def test_an_expansion_has_the_head_of_a_tied_model(head: str, tmp_path: Path) ->
         return {**state, "lm_head.weight": own}
 
     folder = with_tensors(save_tiny(tmp_path, tie_word_embeddings=True), changed)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     expanded = load_model(folder, expand=partial(expand_llama, **sizes))
     torch.testing.assert_close(logits_of(expanded), logits_of(load_model(folder)), atol=1e-4, rtol=1e-4)
 
@@ -287,7 +287,7 @@ def test_pickled_weights_are_refused_with_the_way_out(folder: Path, tmp_path: Pa
     with pytest.raises(UnsupportedModel, match=r"no \.safetensors"):
         load_model(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(UnsupportedModel, match="outrider convert"):
+    with pytest.raises(UnsupportedModel, match="outrider model convert"):
         load_model(tmp_path)
 
 

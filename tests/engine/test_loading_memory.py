@@ -126,7 +126,7 @@ def main() -> None:
         watch = Watch()
         watch.start()
         with cpu_kernels("pytorch") if way == "pytorch" else nullcontext():
-            kept.append(load_model(folder, **({"expand": expand_llama} if way == "expand" else {})))
+            kept.append(load_model(folder, expand=expand_llama) if way == "expand" else load_model(folder))
         watch.over.set()
         watch.join()
         print(json.dumps({"way": way, "held": anonymous_bytes() - before, "peak": watch.most - before}), flush=True)

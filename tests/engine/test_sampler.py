@@ -30,7 +30,7 @@ from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
@@ -62,7 +62,7 @@ def support(window: SamplingRows, logits: torch.Tensor | None = None) -> list[li
 
 
 @given(PARAMS, st.lists(TOKENS, max_size=6), st.lists(TOKENS, max_size=4), st.lists(TOKENS, max_size=4), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_row_of_a_window_equals_plain_decoding(
     params: SamplingParams, prompt: list[int], output: list[int], drafted: list[int], random: Any
 ) -> None:
@@ -81,7 +81,7 @@ def test_each_row_of_a_window_equals_plain_decoding(
 
 
 @given(st.lists(st.tuples(PARAMS, st.lists(TOKENS, max_size=3)), min_size=1, max_size=4), st.randoms())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_batch_equals_each_sequence_alone(cases: list[tuple[SamplingParams, list[int]]], random: Any) -> None:
     plans = [SamplingRows(SequenceSampler(params, [1, 2], [3], [0], VOCAB_SIZE), drafted) for params, drafted in cases]
     num_rows = sum(plan.num_rows for plan in plans)
@@ -181,7 +181,7 @@ ROW = [0.0, 3.0, 1.0, 3.0, 2.0]
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_equals_sorting(row: list[int], data: st.DataObject) -> None:
     chosen = data.draw(st.integers(0, len(row) - 1))
     count = data.draw(st.integers(ALL, len(row) + 2))

@@ -15,7 +15,6 @@ def test_paths_in_any_order_become_levels() -> None:
     tree = TokenTree.parse("[(0, 0, 1), (1,), (0,), (0, 1), (1, 2), (0, 0)]")
     assert tree.parents == (0, 0, 1, 1, 2, 3)
     assert tree.ranks == (0, 1, 0, 1, 2, 1)
-    assert [list(level) for level in tree.levels()] == [[0, 1], [2, 3, 4], [5]]
     assert [tree.children(node) for node in (-1, 0, 1, 2, 5)] == [[0, 1], [2, 3], [4], [5], []]
     assert depths_of(tree.parents) == [1, 1, 2, 2, 2, 3]
     assert [path_to(tree.parents, node) for node in (-1, 1, 5)] == [[], [1], [0, 2, 5]]

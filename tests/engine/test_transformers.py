@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -196,7 +196,7 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def eager_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:  # [tokens, vocab]
     with torch.inference_mode():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0]
+        return cast(Tensor, model(torch.tensor([tokens]), use_cache=False).logits[0])
 
 
 class Engine:
@@ -298,7 +298,7 @@ def paged_logits(model: Any, *entries: tuple[list[int], int]) -> Tensor:  # [row
     cache = KVCache.allocate(model.layers, 40, torch.float32, "cpu")
     tables = [range(20 * index, 20 * index + 20) for index in range(len(entries))]
     rows = [BatchEntry(ids, at, table, len(ids)) for (ids, at), table in zip(entries, tables, strict=True)]
-    return model.forward(build_batch(rows, cache.block_size), cache)
+    return cast(Tensor, model.forward(build_batch(rows, cache.block_size), cache))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.engine.worker import DeviceLost, DeviceStopped, Worker, require_device
+from outrider.engine.worker import DeviceLost, DeviceStopped, DeviceWorker, require_device
 
 TIMEOUT = 30.0
 
@@ -44,14 +44,14 @@ class Recorder:
             raise error
 
 
-def settle(thread: Worker[object]) -> None:
+def settle(thread: DeviceWorker[object]) -> None:
     """Waits until everything submitted before is handled."""
     thread.call(lambda: None).result(TIMEOUT)
 
 
 def test_commands_arrive_in_order_and_an_idle_worker_sleeps() -> None:
     worker = Recorder()
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     for number in range(50):
         thread.submit(number)
     settle(thread)
@@ -65,7 +65,7 @@ def test_commands_arrive_in_order_and_an_idle_worker_sleeps() -> None:
 
 def test_zero_steps_again_at_once_and_none_ends_it() -> None:
     worker = Recorder(lambda count: 0.0 if count < 100 else None)
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     thread.submit("go")
     deadline = time.monotonic() + TIMEOUT
     while worker.steps < 100 and time.monotonic() < deadline:
@@ -76,7 +76,7 @@ def test_zero_steps_again_at_once_and_none_ends_it() -> None:
 
 def test_a_wait_ends_by_time_or_by_a_command() -> None:
     worker = Recorder(lambda count: 0.01 if count < 3 else 60.0)
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     thread.submit("go")
     deadline = time.monotonic() + TIMEOUT
     while worker.steps < 3 and time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def test_a_wait_ends_by_time_or_by_a_command() -> None:
 def test_no_wait_is_too_long_for_the_queue() -> None:
     """A request's deadline is 64 bits of milliseconds."""
     worker = Recorder(lambda count: 2.0**64 / 1000)
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     thread.submit("go")
     assert worker.stepped.wait(TIMEOUT)
     settle(thread)
@@ -100,7 +100,7 @@ def test_no_wait_is_too_long_for_the_queue() -> None:
 
 
 def test_call_runs_on_the_thread_and_carries_exceptions() -> None:
-    thread = Worker[object](Recorder(), "device", num_threads=1)
+    thread = DeviceWorker[object](Recorder(), "device", num_threads=1)
     assert thread.call(lambda: threading.current_thread().name).result(TIMEOUT) == "device"
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 // 0).result(TIMEOUT)
@@ -117,7 +117,7 @@ def test_step_age_is_that_of_the_step_under_way() -> None:
             leave.wait(TIMEOUT)
         return None
 
-    thread = Worker[object](Recorder(step), "device")
+    thread = DeviceWorker[object](Recorder(step), "device")
     assert thread.step_age_s() == 0.0
     thread.submit("go")
     assert entered.wait(TIMEOUT)
@@ -135,7 +135,7 @@ def test_errors_are_logged_and_given_to_the_worker(caplog: pytest.LogCaptureFixt
         return None
 
     worker = Recorder(step)
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     with caplog.at_level(logging.ERROR):
         thread.submit(KeyError("command broke"))
         deadline = time.monotonic() + TIMEOUT
@@ -150,7 +150,7 @@ def test_errors_are_logged_and_given_to_the_worker(caplog: pytest.LogCaptureFixt
 def test_an_error_handler_that_raises_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     worker = Recorder()
     worker.fatal = True
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     thread.submit(ValueError("no way on"))
     deadline = time.monotonic() + TIMEOUT
     while thread.is_alive and time.monotonic() < deadline:
@@ -167,8 +167,13 @@ def test_calls_queued_behind_the_end_fail() -> None:
     entered, leave = threading.Event(), threading.Event()
     worker = Recorder()
     worker.fatal = True
-    thread = Worker[object](worker, "device")
-    thread.call(lambda: (entered.set(), leave.wait(TIMEOUT)))
+    thread = DeviceWorker[object](worker, "device")
+
+    def hold() -> None:
+        entered.set()
+        leave.wait(TIMEOUT)
+
+    thread.call(hold)
     assert entered.wait(TIMEOUT)
     thread.submit(ValueError("fatal"))
     left_over = thread.call(lambda: None)
@@ -180,7 +185,7 @@ def test_calls_queued_behind_the_end_fail() -> None:
 
 def test_stop_takes_what_was_submitted_before_and_may_be_repeated() -> None:
     worker = Recorder()
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     for number in range(10):
         thread.submit(number)
     thread.stop(TIMEOUT)
@@ -197,7 +202,7 @@ def test_the_current_device_is_the_models(device: str, expected: list[int], monk
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    thread: Worker[object] = Worker(Recorder(), "test", device=device)
+    thread: DeviceWorker[object] = DeviceWorker(Recorder(), "test", device=device)
     thread.call(lambda: None).result(TIMEOUT)
     thread.stop(TIMEOUT)
     assert found == expected
@@ -209,7 +214,7 @@ def test_a_lost_device_ends_the_thread_and_nobody_is_told_of_an_error() -> None:
         raise DeviceLost("the device is gone")
 
     worker = Recorder(lose)
-    thread = Worker[object](worker, "device")
+    thread = DeviceWorker[object](worker, "device")
     thread.submit("go")
     assert isinstance(thread.ended.exception(TIMEOUT), DeviceLost)
     assert not worker.errors and worker.steps == 1
@@ -221,14 +226,14 @@ def test_a_call_that_loses_the_device_ends_the_thread() -> None:
     def probe() -> None:
         raise DeviceLost("the device is gone")
 
-    thread = Worker[object](Recorder(), "device")
+    thread = DeviceWorker[object](Recorder(), "device")
     with pytest.raises(DeviceLost):
         thread.call(probe).result(TIMEOUT)
     assert isinstance(thread.ended.exception(TIMEOUT), DeviceLost)
 
 
 def test_a_thread_that_is_stopped_ends_without_an_error() -> None:
-    thread = Worker[object](Recorder(), "device")
+    thread = DeviceWorker[object](Recorder(), "device")
     thread.stop(TIMEOUT)
     assert thread.ended.exception(TIMEOUT) is None
 

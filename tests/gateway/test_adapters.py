@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support import gateways
 from support.fakes import (
     PROMPT,
     QUICK,
@@ -34,19 +35,20 @@ from support.gateways import Gateway, gateway, ids_of, toy_tokenizer
 
 from outrider.client import Client
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.learning import MAX_ADAPTERS, Learned
+from outrider.gateway.learning import RequestKind
 from outrider.gateway.metrics import MAX_ADAPTERS as MAX_SERIES
 from outrider.gateway.metrics import OTHER_ADAPTERS, GatewayMetrics
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key, choose_adapters
-from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from outrider.rpc.logs import JsonFormatter
 from outrider.rpc.messages import Adapter, Commit, Failure
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20}
 
@@ -78,7 +80,7 @@ def put(servicer: TargetServicer, digest: str) -> None:
 
 
 async def ask(served: Gateway, **options: Any) -> list[Any]:
-    async with Client(served.grpc_address) as client:
+    async with Client(served.grpc_address, retry=gateways.QUICK) as client:
         return [part async for part in client.generate(token_ids=PROMPT, **GREEDY, **options)]
 
 
@@ -321,30 +323,18 @@ async def test_a_draft_is_judged_for_each_adapter_by_itself() -> None:
     for adapter in ("", "sql"):  # the draft knows the model's rule alone
         for _ in range(3):
             await answer(engine, asking(60, adapter=adapter))
-    known = engine._known
+    known = engine.learned
     assert known is not None
-    base, own = known.of(())[0], known.of((), adapter="a1")[0]
+    base, own = known.of(())[0], known.of((), kind=RequestKind("a1"))[0]
     assert base.acceptance.at(0) > SharedStats(VerifyCosts()).acceptance.at(0) > own.acceptance.at(0)
     assert base.costs is own.costs and base.draft_pass is own.draft_pass
-
-
-def test_experience_of_adapters_is_bounded() -> None:
-    known = Learned(("t", "d"), VerifyCosts())
-    first = known.of((), adapter="a0")
-    for number in range(1, MAX_ADAPTERS):
-        known.of((), adapter=f"a{number}")
-    assert known.of((), adapter="a0") is first  # the one asked for last
-    known.of((), adapter="one more")
-    assert len(known.by_adapter) == MAX_ADAPTERS
-    assert known.of((), adapter="a0") is first and ("a1", ()) not in known.by_adapter
-    assert known.stats is known.of(())[0]
 
 
 async def test_metrics_tell_how_often_drafts_hold_for_an_adapter() -> None:
     async with gateway(toy("a1"), ToyDraft(rule=sql, wrong_every=4)) as served:
         parts = await ask(served, adapter="sql", num_draft_tokens=3)
         await ask(served)
-        text = served.engine.metrics.render("")[0].decode()
+        text = served.metrics.render("")[0].decode()
     stats = parts[-1].speculation
     for name, number in (
         ("rounds", stats.num_rounds),
@@ -371,6 +361,7 @@ async def test_openai_s_model_names_an_adapter() -> None:
     target = toy("a1")
     chat = {"messages": [{"role": "user", "content": "hi"}], "model": "sql", "max_tokens": 4, "temperature": 0}
     async with gateway(target, model_name="base") as served, served.client() as client:
+        body: dict[str, Any]
         for path, body in (
             ("/v1/completions", {"prompt": PROMPT, "model": "sql", "max_tokens": 4, "temperature": 0}),
             ("/v1/chat/completions", chat),

@@ -12,12 +12,12 @@ from support.fakes import ToyTarget, target_info, until
 from support.gateways import PROMPT, gateway, toy_tokenizer
 
 from outrider.client import Client
-from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import AdmissionGroup
-from outrider.gateway.request import GenerationRequest
+from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.words.request import GenerationRequest
 
 ONE = AdmissionCost(1, 10)
 

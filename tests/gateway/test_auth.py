@@ -21,19 +21,19 @@ from support.fakes import ToyDraft, ToyTarget
 from support.gateways import PROMPT, toy_tokenizer
 
 from outrider.client import Client, SyncClient
-from outrider.gateway import __main__ as gateway_main
-from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway import boot
 from outrider.gateway.auth import CALLER, OPEN_PATHS, Caller, Tokens
-from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http.app import HttpServer, build_app
-from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.request import GenerationRequest
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http.server import HttpServer, build_app
+from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
 from outrider.rpc.interceptors import Gate
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.server import build_server
+from outrider.rpc.words.request import GenerationRequest
 
 ALICE, BATCH, BOB = "alice-has-this-token", "batch-has-this-token", "bob-has-this-token"
 FILE = f"""\
@@ -76,7 +76,7 @@ class Guarded:
 @asynccontextmanager
 async def guarded(path: Path) -> AsyncIterator[Guarded]:
     tokens, target = Tokens(path), ToyTarget()
-    engine = MeteredEngine(toy_tokenizer(), target, ToyDraft(), EngineConfig())
+    engine = GenerationEngine(toy_tokenizer(), target, ToyDraft(), EngineConfig())
     servicer = GenerationServicer(engine)
     gates = [Gate(tokens.check_call)]
     server = build_server("127.0.0.1:0", [SERVICE_NAME], servicer.register, enable_reflection=True, interceptors=gates)
@@ -117,13 +117,13 @@ async def test_the_blocking_client_has_a_token_too(path: Path) -> None:
 
 async def test_a_caller_s_calls_leave_room_for_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of which no request comes, too."""
-    monkeypatch.setattr(gateway_main, "STREAMS_BESIDE", 0)
+    monkeypatch.setattr(boot, "STREAMS_BESIDE", 0)
     settings = GatewaySettings(
         target=["127.0.0.1:1"], tokenizer=path.parent, listen="127.0.0.1:0", max_active=2, max_waiting=6
     )
     targets: Any = SimpleNamespace(wait_usable=lambda: asyncio.sleep(0), usable=True)
-    engine = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
-    server = gateway_main._build(settings, engine, targets, None, Tokens(path), reuse_port=False)
+    engine = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    server = boot._new_server(settings, engine, targets, None, Tokens(path), reuse_port=False)
     await server.start()
     try:
         async with connect(server.address) as channel, Client(server.address, token=BOB) as bob:
@@ -189,8 +189,8 @@ async def test_a_token_is_looked_at_before_a_body_comes(path: Path) -> None:
 
 async def test_over_http_the_open_paths_are_these_and_no_others(path: Path) -> None:
     async with guarded(path) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
-        engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
-        paths = {getattr(route, "path", "") for route in build_app(engine).routes}
+        engine: Any = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+        paths = {getattr(route, "path", "") for route in build_app(engine, series=GatewayMetrics()).routes}
         assert OPEN_PATHS == {"/livez", "/readyz", "/health"} < paths
         for one in paths:
             one = one.replace("{model:path}", "toy")

@@ -19,7 +19,8 @@ from support.metrics import samples_of
 from outrider.gateway.peers.canary import NUM_TOKENS, Canary, difference, right_answer
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.replicas import Replica
-from outrider.rpc.messages import Failure, TokenLogprob
+from outrider.rpc.messages import Failure
+from outrider.rpc.words.answer import TokenLogprob
 
 INVARIANT = target_info(batch_invariant=True, kernels="c-avx2-123456")
 

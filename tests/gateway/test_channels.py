@@ -14,14 +14,13 @@ from support.gateways import TEMPLATE, gateway, stream_events, toy_tokenizer
 from support.models import train_byte_level
 from tokenizers import AddedToken
 
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.channels import ANSWERS, CHANNEL_TOKENS, CHANNELS, REASONS
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import AUTO, ReasoningMarkers, ReasoningStream, find_markers
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 NEXT = "<|end|><|start|>assistant"
@@ -48,9 +47,7 @@ def markers() -> ReasoningMarkers:
 
 def test_ten_times_the_messages_are_ten_times_the_work() -> None:
     """However many come at once, as ids that a client has, and however long a head is."""
-    plan = markers().plan(
-        GenerationRequest(messages=tuple(MESSAGES)), SamplingParams(), channel_tokenizer(), (), CAPABILITIES
-    )
+    plan = markers().plan(None, True, SamplingParams(), channel_tokenizer(), (), CAPABILITIES)
     for unit in ("<|channel|>final<|message|>x<|end|>", "<|channel|>"):
         work = []
         for count in (20, 200):
@@ -63,16 +60,16 @@ def test_ten_times_the_messages_are_ten_times_the_work() -> None:
 
 def parts_of(output: str, size: int, resumed: int = 0, prompt: str = "x", **sampling: Any) -> tuple[str, str, int, int]:
     """Reasoning and answer of an output in windows of a size behind the first ids; its ids, and those of reasoning."""
-    ids, request = ids_of(output), GenerationRequest(messages=tuple(MESSAGES))
+    ids = ids_of(output)
     params = SamplingParams(max_tokens=200, **sampling)
-    plan = markers().plan(request, params, channel_tokenizer(), ids_of(prompt), CAPABILITIES)
+    plan = markers().plan(None, True, params, channel_tokenizer(), ids_of(prompt), CAPABILITIES)
     stream = plan.stream(channel_tokenizer(), params, ids_of(prompt), ids[:resumed])
     assert isinstance(stream, ReasoningStream)
     deltas = [stream.resumed, *(stream.push(ids[at : at + size]) for at in range(resumed, len(ids), size))]
     if not stream.finished:
         deltas.append(stream.push((), FinishReason.LENGTH))
-    texts = ("".join(getattr(delta, name) for delta in deltas) for name in ("reasoning", "text"))
-    return *texts, sum(delta.num_ids for delta in deltas), sum(delta.num_reasoning for delta in deltas)
+    reasoning, text = ("".join(getattr(delta, name) for delta in deltas) for name in ("reasoning", "text"))
+    return reasoning, text, sum(delta.num_ids for delta in deltas), sum(delta.num_reasoning for delta in deltas)
 
 
 def test_the_markers_are_found_by_their_tokens() -> None:

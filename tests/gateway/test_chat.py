@@ -19,13 +19,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest, encoded
+from outrider.gateway.prepare import encoded
 from outrider.gateway.text import chat
 from outrider.gateway.text.chat import chat_text
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.control_tokens import MARKS, control_tokens
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import TOO_LONG, DeadlineExceeded, InvalidArgument, ResourceExhausted
+from outrider.rpc.words.request import GenerationRequest
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|im_end|>s", "</s>")
 TEMPLATE = (
@@ -236,7 +237,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 async def test_a_conversation_is_rendered_beside_the_loop_and_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one, too: what a template does with it is the checkpoint's to say. The loop turns meanwhile, and the
     threads are free afterwards."""
-    tokenizer, threads = byte_level.__wrapped__(), list[str]()
+    tokenizer, threads, num_turns = byte_level.__wrapped__(), list[str](), 0
     good, render = tokenizer.chat_template, Tokenizer.render_chat
     tokenizer.chat_template = ChatTemplate(ENDLESS)
 
@@ -250,7 +251,7 @@ async def test_a_conversation_is_rendered_beside_the_loop_and_in_bounded_time(mo
             await asyncio.sleep(0)
             num_turns += 1
 
-    num_turns, turning = 0, asyncio.create_task(turn())
+    turning = asyncio.create_task(turn())
     monkeypatch.setattr(Tokenizer, "render_chat", noting)
     monkeypatch.setattr(chat, "RENDER_S", 0.05)
     for _ in range(2 * chat.MAX_RENDERED):  # more than there are threads

@@ -14,7 +14,7 @@ from support.environment import SEED
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import OFF, Limits, Mode, Plan, Policy, Round
+from outrider.planner.policy import OFF, Mode, Plan, Policy, PolicyLimits, Round
 from outrider.rpc.messages import Commit, StepTimings
 
 BASE = Policy(4)
@@ -94,10 +94,10 @@ def us_per_token(rounds: list[tuple[Plan, Round]]) -> float:
 
 
 def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controller:
-    return alone(Limits(BASE, 8, **limits), SharedStats(VerifyCosts(profile)))  # type: ignore[arg-type]
+    return alone(PolicyLimits(BASE, 8, **limits), SharedStats(VerifyCosts(profile)))  # type: ignore[arg-type]
 
 
-def alone(limits: Limits, known: SharedStats, trials: SharedTrials | None = None) -> Controller:
+def alone(limits: PolicyLimits, known: SharedStats, trials: SharedTrials | None = None) -> Controller:
     return Controller(limits, known, trials or SharedTrials(), lambda: 500.0)
 
 
@@ -123,21 +123,21 @@ def test_it_settles_at_the_cheapest_mode(world: World, modes: set[Mode]) -> None
 
 def test_a_target_that_would_wait_long_decodes_meanwhile() -> None:
     def four_in_branches() -> Controller:
-        limits = Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,))
+        limits = PolicyLimits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,))
         return alone(limits, SharedStats(VerifyCosts()))
 
     far = play(World(verify=25_000, per_row=1_500, between=23_000, hits=0.0), four_in_branches())
     near = play(World(), four_in_branches())
     assert sum(not plan.waits for plan in far[200:]) > 160 and sum(plan.waits for plan in near[200:]) > 160
     assert Plan(Mode.BRANCHES, 3, waits=False).policy(BASE, 5).patience_ms == 0
-    assert all(plan.waits for plan in Limits(BASE, 8, weighs=True).plans)  # the law of rejection sampling
+    assert all(plan.waits for plan in PolicyLimits(BASE, 8, weighs=True).plans)  # the law of rejection sampling
 
 
 def test_what_one_request_learned_the_next_one_starts_with() -> None:
     controller = new()
     play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)
     after = alone(controller.limits, controller.stats, controller.shared_trials)
-    assert after.plan is OFF and after.forecast.acceptance.at(0) < 0.2
+    assert after.trials.at(after.common).leader is OFF and after.forecast.acceptance.at(0) < 0.2
     looks = play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), after, 300)
     assert sum(plan is OFF for plan in looks) > 240
 
@@ -161,7 +161,7 @@ def test_it_counts_on_those_who_run_now() -> None:
     running = [16]
 
     def one_more() -> Controller:
-        return Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0])
+        return Controller(PolicyLimits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0])
 
     play(World(per_row=1_900, verify=2_100, sequences=16), one_more(), 600)
     assert one_more().plan is OFF
@@ -185,7 +185,7 @@ def test_what_is_tried_is_compared_with_the_leader_at_that_time() -> None:
 def test_all_try_a_plan_together() -> None:
     """Of four requests that share their steps each follows the others' trial at its next round."""
     known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (32, 44_000.0)])), SharedTrials(), random.Random(SEED)
-    four = [Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: 4) for _ in range(4)]
+    four = [Controller(PolicyLimits(BASE, 4), known, trials, lambda: 500.0, lambda: 4) for _ in range(4)]
     together = []
     for index in range(1, 120):
         for controller in four:
@@ -197,7 +197,7 @@ def test_all_try_a_plan_together() -> None:
 def test_a_number_of_sequences_that_goes_up_and_down_ends_no_trial() -> None:
     known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (64, 44_000.0)])), SharedTrials(), random.Random(SEED)
     running = [4]
-    four = [Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0]) for _ in range(4)]
+    four = [Controller(PolicyLimits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0]) for _ in range(4)]
     for index in range(1, 160):
         running[0] = 4 + index // 10 % 2
         for controller in four:
@@ -263,7 +263,7 @@ def test_commits_that_were_read_together_make_no_plan_look_fast(seed: int) -> No
 def test_a_request_whose_drafts_fail_goes_its_own_way() -> None:
     """Seven are accepted often, one hardly ever: it is decoded off, with a look at the others' plan now and then."""
     known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (64, 60_000.0)])), SharedTrials(), random.Random(SEED)
-    limits = Limits(BASE, 4, modes=(Mode.OFF, Mode.SEQUENTIAL))
+    limits = PolicyLimits(BASE, 4, modes=(Mode.OFF, Mode.SEQUENTIAL))
     eight = [Controller(limits, known, trials, lambda: 500.0, lambda: 8) for _ in range(8)]
     own: list[Plan] = []
     for index in range(1, 400):
@@ -280,7 +280,7 @@ def test_plain_rounds_between_windows_are_counted_where_none_waits() -> None:
     """Each window here is followed by one plain token, whatever the clocks of the links say."""
     known = SharedStats(VerifyCosts([(1, 20_000.0), (8, 20_000.0)]))
     known.between.add(500_000.0)
-    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known)
+    controller = alone(PolicyLimits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known)
     controller.plan = plan = Plan(Mode.CHAINS, 4, waits=False)
     far = controller.forecast.us_per_token(plan)
     for index in range(1, 40):
@@ -307,14 +307,15 @@ def test_fewer_tokens_where_few_are_accepted() -> None:
 
 def test_off_is_left_once_speculation_pays_again() -> None:
     controller = new()
-    assert play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)[-1] is OFF
+    play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)
+    assert controller.trials.at(controller.common).leader is OFF
     later = play(World(acceptance=0.9), controller, 1200)
     assert sum(plan is not OFF for plan in later[-200:]) > 180
 
 
 def test_it_does_not_flutter() -> None:
     plans = play(World(), new(), 1000)
-    assert sum(before != after for before, after in pairwise(plans[200:])) <= 6
+    assert sum(before != after for before, after in pairwise(plans[200:])) <= 12  # of 800, by any seed
 
 
 def test_what_a_request_fixes_stays() -> None:
@@ -329,7 +330,7 @@ def test_what_a_request_fixes_stays() -> None:
 @pytest.mark.parametrize(("between", "deep"), [(5_000, False), (40_000, False), (70_000, True), (150_000, True)])
 def test_branches_go_deep_where_they_come_late(between: float, deep: bool) -> None:
     """A verification takes 40 ms, five passes of the draft 3.5."""
-    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), SharedStats(VerifyCosts()))
+    controller = alone(PolicyLimits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), SharedStats(VerifyCosts()))
     dice, world = random.Random(SEED), World(between=between, hits=0.5)
     changes = [controller.on_round(world.round(controller.plan, index, dice)) for index in range(1, 100)]
     policy = controller.policy
@@ -353,7 +354,7 @@ def test_what_promises_more_than_it_did_is_tried_at_once() -> None:
 
 def test_a_window_that_the_end_of_a_request_cuts_says_nothing_of_its_plan() -> None:
     """Short answers: every fourth window holds one token for want of room."""
-    limits, known, trials = Limits(BASE, 4, modes=(Mode.SEQUENTIAL,)), SharedStats(VerifyCosts()), SharedTrials()
+    limits, known, trials = PolicyLimits(BASE, 4, modes=(Mode.SEQUENTIAL,)), SharedStats(VerifyCosts()), SharedTrials()
     dice, world = random.Random(SEED), World()
     controller = alone(limits, known, trials)
     for index in range(1, 400):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.gateway.speculation.journal import size_of
 from outrider.kernels.sampling.reference import MAX_ENTRIES
-from outrider.planner.policy import MethodTally, Policy, Round, SpeculationTally
+from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.rpc.codec import PIECE, RELAYED_DRAFT_STREAM, TARGET_STREAM
 from outrider.rpc.frames import ENTRY_BYTES
 from outrider.rpc.messages import (
@@ -39,10 +40,10 @@ from outrider.rpc.messages import (
     Failure,
     Open,
     PromptLogprobs,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import MethodStats, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2
 
@@ -76,9 +77,9 @@ class Watching:
         return False
 
 
-def core(controller: Watching | None = None, policy: Policy = K4, **sampling: int) -> SpeculationCore:
+def core(controller: Watching | None = None, policy: Policy = K4, **sampling: Any) -> SpeculationCore:
     params = SamplingParams(**{"max_tokens": 50, **sampling})
-    made = SpeculationCore(Open(0, PROMPT, params), policy, controller=controller)  # type: ignore[arg-type]
+    made = SpeculationCore(Open(0, PROMPT, params), policy, controller=controller)
     made.start(0.0)
     return made
 
@@ -237,7 +238,7 @@ def test_a_round_says_which_methods_drafted_its_window() -> None:
     tally = SpeculationTally()
     tally.add(first)
     tally.add(second)
-    assert tally.by_method == {"suffix": MethodTally(1, 2, 2), "draft_model": MethodTally(2, 5, 1)}
+    assert tally.by_method == {"suffix": MethodStats(1, 2, 2), "draft_model": MethodStats(2, 5, 1)}
 
 
 @pytest.mark.parametrize("name", REFUSED)

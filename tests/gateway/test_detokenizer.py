@@ -25,7 +25,7 @@ from outrider.gateway.text.tokenizer import (
     held_back,
     make_detokenizer,
 )
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
 KINDS = ("byte_level", "byte_fallback")
 ALPHABET = "ab你🙂 "
@@ -115,7 +115,7 @@ def expected(case: Case) -> tuple[str, int, str | None]:
     return text, len(case.ids), None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(case=cases(), cuts=st.lists(st.integers(1, 23)))
 def test_windows_give_what_single_tokens_give(case: Case, cuts: list[int]) -> None:
     texts, last, num_ids = run(case, cuts)
@@ -131,7 +131,7 @@ def test_windows_give_what_single_tokens_give(case: Case, cuts: list[int]) -> No
         assert last.stop_token_id == (None if stop else case.stop_token_id)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=cases(), num_resumed=st.integers(0, 24), cuts=st.lists(st.integers(1, 23)))
 def test_resuming_gives_the_rest(case: Case, num_resumed: int, cuts: list[int]) -> None:
     num_resumed = min(num_resumed, len(case.ids) - 1)
@@ -143,7 +143,7 @@ def test_resuming_gives_the_rest(case: Case, num_resumed: int, cuts: list[int]) 
         assert texts[0] == "".join(delivered[:2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(kind=st.sampled_from(KINDS), data=st.data(), skip=st.booleans())
 def test_text_is_the_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
     ours = tokenizer(kind)
@@ -194,7 +194,7 @@ def with_silent_tokens(kind: str) -> tuple[Tokenizer, list[int]]:
     return Tokenizer(backend, kind, {}, None), [0, 1, 2, 3, 4, 5, 6, 10**6]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(kind=st.sampled_from(["byte_fallback", "empty", "ctc", "wordpiece"]), data=st.data(), skip=st.booleans())
 def test_ids_without_text_change_no_text(kind: str, data: st.DataObject, skip: bool) -> None:
     ours, ids = with_silent_tokens(kind)
@@ -209,10 +209,15 @@ def test_ids_without_text_change_no_text(kind: str, data: st.DataObject, skip: b
 def test_many_ids_without_text_are_decoded_once(kind: str, silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = with_silent_tokens(kind)
     ends = ours.encode("🙂", add_special_tokens=False) if kind == "byte_fallback" else [1, 2]  # of two tokens or more
-    ids, decoded = [*ends, *[silent] * 2000, *ends], []
+    ids, decoded = [*ends, *[silent] * 2000, *ends], list[int]()
     text = ours.decode(ids, True)
     decode = ours.decode
-    monkeypatch.setattr(ours, "decode", lambda ids, skip: decoded.append(len(ids)) or decode(ids, skip))
+
+    def noted(ids: list[int], skip: bool) -> str:
+        decoded.append(len(ids))
+        return decode(ids, skip)
+
+    monkeypatch.setattr(ours, "decode", noted)
     detokenizer = make_detokenizer(ours, SamplingParams(), ())
     assert "".join(map(detokenizer.step, ids)) == text
     assert sum(decoded) < 100 * len(ids), "ids are decoded again and again"
@@ -317,6 +322,7 @@ def test_space_after_the_prompt_is_kept() -> None:
 def test_replacement_characters_are_not_held_for_ever() -> None:
     ours = tokenizer("byte_fallback")
     invalid = ours.backend.token_to_id("<0xFF>")
+    assert invalid is not None
     text = TextStream(ours, SamplingParams(), ()).push([invalid] * 100).text
     assert 64 <= len(text) <= 100
     assert set(text) == {"\ufffd"}

@@ -20,8 +20,8 @@ from support.models import train_byte_level
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.learning import RequestKind
 from outrider.gateway.peers.local_drafts import LocalDrafter
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -30,7 +30,9 @@ from outrider.planner.policy import Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
 from outrider.rpc.messages import Credit, DraftMethod, Failure
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
 TEMPLATE = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
@@ -69,7 +71,7 @@ def text_of(deltas: list[GenerationDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-SAMPLING_CASES = [
+SAMPLING_CASES: list[tuple[str, dict[str, Any]]] = [
     ("sampling.temperature", {"temperature": -1.0}),
     ("sampling.temperature", {"temperature": float("nan")}),
     ("sampling.top_p", {"top_p": 0.0}),
@@ -92,7 +94,7 @@ SAMPLING_CASES = [
     ("sampling.seed", {"seed": -1}),
 ]
 CHAT = ({"role": "user", "content": "hello"},)
-REQUEST_CASES = [
+REQUEST_CASES: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 65}),
     ("request_id", {"request_id": "x" * 129}),
     ("request_id", {"request_id": "two\nlines"}),
@@ -126,7 +128,7 @@ def requests() -> list[Any]:
     for field, fields in SAMPLING_CASES:
         sampling = SamplingParams(**{"max_tokens": 20, **fields})
         cases.append((field, GenerationRequest(token_ids=PROMPT, sampling=sampling)))
-    base = {"token_ids": PROMPT, "sampling": SamplingParams(max_tokens=20)}
+    base: dict[str, Any] = {"token_ids": PROMPT, "sampling": SamplingParams(max_tokens=20)}
     cases += [(field, GenerationRequest(**{**base, **fields})) for field, fields in REQUEST_CASES]
     return cases
 
@@ -150,7 +152,7 @@ async def test_a_prompt_too_long_for_max_tokens_names_both_numbers(tokenizer: To
     engine = GenerationEngine(tokenizer, ToyTarget())
     with pytest.raises(InvalidArgument, match=r"max_tokens: is 100 after a prompt of 200 tokens.*at most 56"):
         await run(engine, GenerationRequest(token_ids=(7,) * 200, sampling=SamplingParams(max_tokens=100)))
-    default = GenerationRequest(token_ids=(7,) * 250, max_tokens_given=False)
+    default = GenerationRequest(token_ids=(7,) * 250, unset=("max_tokens",))
     assert len(ids_of((await run(engine, default))[0])) == 6
 
 
@@ -168,8 +170,8 @@ async def test_usage_equals_what_was_streamed(tokenizer: Tokenizer, k: int, n: i
         assert last.usage is not None and last.usage.completion_tokens == 20
         assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (3, 2)
         assert last.finish_reason is FinishReason.LENGTH and first.seed is not None and 0 <= first.seed < 1 << 63
-        assert last.tally is not None and last.tally.num_rounds == len(deltas)
-        assert last.acceptance is AcceptanceRule.BLOCK
+        assert last.speculation is not None and last.speculation.num_rounds == len(deltas)
+        assert last.speculation.acceptance is AcceptanceRule.BLOCK
         assert all(delta.finish_reason is None and delta.seed is None for delta in deltas[1:-1])
         assert target.opens[index].completion == index
     assert len({opened.seed for opened in target.opens}) == 1
@@ -204,13 +206,13 @@ async def test_what_cannot_run_ahead_is_drafted_in_lock_step(tokenizer: Tokenize
     for named in ("", "slow", "draft_model,slow", "draft_model"):
         answer = await run(engine, ask(speculation=SpeculationOptions(method=named)))
         (deltas,) = answer.values()
-        assert deltas[-1].tally is not None
+        assert deltas[-1].speculation is not None
         modes = {delta.round.mode for delta in deltas if delta.round is not None and delta.round.commit.num_drafted}
         if named == "draft_model":
-            assert deltas[-1].acceptance is AcceptanceRule.COUPLED
+            assert deltas[-1].speculation.acceptance is AcceptanceRule.COUPLED
             assert mode == "auto" or modes == {mode}
         else:
-            assert modes <= {"sequential"} and deltas[-1].acceptance is AcceptanceRule.BLOCK
+            assert modes <= {"sequential"} and deltas[-1].speculation.acceptance is AcceptanceRule.BLOCK
 
 
 HEAD = (DraftMethod("eagle3", needs_features=True, can_run_ahead=False),)
@@ -229,7 +231,7 @@ async def test_a_target_with_a_head_drafts_for_itself(tokenizer: Tokenizer, mode
             credits = [message for message in target.links[-1].sent if isinstance(message, Credit)]
             assert all((credit.max_window, credit.patience_ms) == (k, 0) for credit in credits)
             assert target.opens[-1].method == "eagle3" and (drafter is None or not drafter.opens)
-            tally = deltas[-1].tally
+            tally = deltas[-1].speculation
             assert tally is not None and tally.method == ("eagle3" if k else "")
             assert tally.by_method.keys() == ({"eagle3"} if k else set())
             if k:
@@ -242,7 +244,7 @@ async def test_a_target_with_a_head_drafts_for_itself(tokenizer: Tokenizer, mode
 async def test_a_head_is_left_alone_where_a_draft_is_the_default(tokenizer: Tokenizer) -> None:
     target, draft = ToyTarget(info=replace(target_info(), methods=HEAD)), ToyDraft()
     deltas = (await run(GenerationEngine(tokenizer, target, draft), ask()))[0]
-    assert deltas[-1].tally is not None and deltas[-1].tally.by_method.keys() == {"draft_model"}
+    assert deltas[-1].speculation is not None and deltas[-1].speculation.by_method.keys() == {"draft_model"}
 
 
 async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +260,8 @@ async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, mon
     deltas = (await run(engine, ask(max_tokens=60)))[0]
     assert ids_of(deltas) == expected(PROMPT, 60)
     windows = {message.max_window for message in target.links[0].sent if isinstance(message, Credit)}
-    assert windows >= {0, 3} and engine._known is not None
-    stats, _ = engine._known.by_methods["eagle3",]
+    assert windows >= {0, 3} and engine.learned is not None
+    stats, _ = engine.learned.of(("eagle3",))
     assert stats.draft_pass.or_else(0) == 50
     assert Forecast(stats, False, stats.acceptance, stats.hits, lambda: 9e9, lambda: 1).away_us == 0
 
@@ -287,6 +289,15 @@ async def test_a_successor_without_the_head_decodes_plainly(tokenizer: Tokenizer
     assert len(target.opens) == 2 and not target.num_patiences
 
 
+async def test_requests_of_different_kinds_learn_apart(tokenizer: Tokenizer) -> None:
+    """Drawn tokens are guessed less often than greedy ones, and both would be judged by neither's average."""
+    engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), EngineConfig(mode="auto"))
+    for temperature in (0.0, 1.0, 0.0, 0.7):
+        await run(engine, ask(temperature=temperature))
+    assert engine.learned is not None
+    assert set(engine.learned.by_methods[()].by_kind) == {RequestKind(), RequestKind(is_drawn=True)}
+
+
 async def test_requests_of_different_methods_learn_apart(tokenizer: Tokenizer) -> None:
     """But what a verification takes, they learn together."""
     methods = (DraftMethod("draft_model"), DraftMethod("ngram"))
@@ -295,12 +306,12 @@ async def test_requests_of_different_methods_learn_apart(tokenizer: Tokenizer) -
     )
     for named in ("", "ngram", "ngram,draft_model"):
         await run(engine, ask(speculation=SpeculationOptions(method=named)))
-    assert engine._known is not None
-    known = engine._known.by_methods
+    assert engine.learned is not None
+    known = engine.learned.by_methods
     assert list(known) == [(), ("ngram",), ("ngram", "draft_model")]
-    assert len({id(stats) for stats, _ in known.values()}) == len({id(trials) for _, trials in known.values()}) == 3
-    assert {id(stats.costs) for stats, _ in known.values()} == {id(engine._known.costs)}
-    assert engine._known.stats is known[()][0]
+    found = [engine.learned.of(methods) for methods in list(known)]
+    assert len({id(stats) for stats, _ in found}) == len({id(trials) for _, trials in found}) == 3
+    assert {id(stats.costs) for stats, _ in found} == {id(engine.learned.costs)}
 
 
 async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:
@@ -311,7 +322,8 @@ async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:
     opened = target.opens[0]
     assert (opened.seed, opened.acceptance, opened.method) == (77, AcceptanceRule.COUPLED, "draft_model")
     assert opened.sampling.seed is None and answer[0][0].seed == 77
-    assert answer[0][-1].acceptance is AcceptanceRule.COUPLED
+    stats = answer[0][-1].speculation
+    assert stats is not None and stats.acceptance is AcceptanceRule.COUPLED
 
 
 async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Tokenizer) -> None:
@@ -331,7 +343,8 @@ async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Token
         with pytest.raises(InvalidArgument, match=f"^{re.escape(problem)}$"):
             await run(engine, request)
     answer = await run(engine, ask())
-    assert answer[0][-1].acceptance is AcceptanceRule.REJECTION  # the gateway's own choice is one that the target knows
+    stats = answer[0][-1].speculation  # the gateway's own choice is one that the target knows
+    assert stats is not None and stats.acceptance is AcceptanceRule.REJECTION
 
 
 async def test_all_log_probabilities_need_the_flag(tokenizer: Tokenizer) -> None:
@@ -346,7 +359,7 @@ async def test_speculation_can_be_switched_off(tokenizer: Tokenizer) -> None:
     draft = ToyDraft()
     engine = GenerationEngine(tokenizer, ToyTarget(), draft)
     answer = await run(engine, ask(speculation=SpeculationOptions(enabled=False)))
-    assert not draft.opens and answer[0][-1].tally is not None and answer[0][-1].tally.num_drafts == 0
+    assert not draft.opens and answer[0][-1].speculation is not None and answer[0][-1].speculation.num_drafts == 0
 
 
 async def test_prompt_logprobs_are_completion_zeros(tokenizer: Tokenizer) -> None:
@@ -398,7 +411,7 @@ async def test_stop_strings_at_every_offset_in_a_window(tokenizer: Tokenizer, k:
         count = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
         last = deltas[-1]
         assert text_of(deltas) == OUTPUT[: end if include else end - 3]
-        assert ids_of(deltas) == ids[:count] and last.stop_string == stop
+        assert ids_of(deltas) == ids[:count] and last.stop_reason == stop
         assert last.usage is not None and last.usage.completion_tokens == count
         assert not any(link.open for link in target.links)
 
@@ -407,9 +420,9 @@ async def test_eos_and_stop_ids_end_a_completion(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(OUTPUT)
     engine = GenerationEngine(tokenizer, ToyTarget(rule=scripted(ids)), ToyDraft(rule=scripted(ids)))
     deltas = (await run(engine, ask(max_tokens=60)))[0]
-    assert text_of(deltas) == OUTPUT and ids_of(deltas) == [*ids, EOS] and deltas[-1].stop_token_id is None
+    assert text_of(deltas) == OUTPUT and ids_of(deltas) == [*ids, EOS] and deltas[-1].stop_reason is None
     deltas = (await run(engine, ask(max_tokens=60, stop_token_ids=(ids[3],))))[0]
-    assert ids_of(deltas) == ids[:4] and deltas[-1].stop_token_id == ids[3]
+    assert ids_of(deltas) == ids[:4] and deltas[-1].stop_reason == ids[3]
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
@@ -481,11 +494,11 @@ async def test_what_is_surely_too_much_is_refused_before_it_is_tokenised(
     engine = GenerationEngine(tokenizer, ToyTarget(), config=config)
     await engine.admission.enter(AdmissionCost(1, 60))
     monkeypatch.setattr(gateway_engine, "prepare", None)
-    hello, by_text = ({"role": "user", "content": "hi"},), {"token_ids": None, "text": "hi"}
+    hello = ({"role": "user", "content": "hi"},)
     for request in (
         ask(max_tokens=38),  # and three of the prompt
         ask(n=3, max_tokens=13),
-        replace(ask(max_tokens=41), **by_text),
+        replace(ask(max_tokens=41), token_ids=None, text="hi"),
         replace(ask(n=2, max_tokens=21), token_ids=None, messages=hello),
     ):
         with pytest.raises(ResourceExhausted, match=r"there would be 10[12] tokens"):
@@ -503,7 +516,7 @@ async def test_what_is_surely_too_much_is_refused_before_it_is_tokenised(
         ({}, {"max_tokens": 101}),  # of 100 in all: for good, and not for now
         ({"n": 2**70}, {"max_tokens": 40}),
         ({"n": "2"}, {"max_tokens": 40}),
-        ({"max_tokens_given": False}, {"max_tokens": 200}),
+        ({"unset": ("max_tokens",)}, {"max_tokens": 200}),
         ({"token_ids": PROMPT * 90}, {"max_tokens": 40}),
         ({}, {"max_tokens": 39, "truncate_prompt_tokens": 1}),
         ({"sampling": None}, {}),
@@ -608,7 +621,7 @@ async def test_prompt_lookup_in_process(tokenizer: Tokenizer) -> None:
     engine = GenerationEngine(tokenizer, ToyTarget(rule=rule), LocalDrafter([NgramProposer()]))
     deltas = (await run(engine, ask(max_tokens=40)))[0]
     assert ids_of(deltas) == [5, 6, 7, 8] * 10
-    tally = deltas[-1].tally
+    tally = deltas[-1].speculation
     assert tally is not None and tally.num_accepted_tokens > 15 and tally.num_rounds < 25
 
 

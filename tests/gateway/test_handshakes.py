@@ -20,10 +20,10 @@ from support.certificates import Authority
 from support.fakes import ToyTarget, until
 from support.gateways import toy_tokenizer
 
-from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http import app, handshakes, shares
-from outrider.gateway.http.app import HttpServer
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http import handshakes, hardening, shares
+from outrider.gateway.http import server as http_server
+from outrider.gateway.http.server import HttpServer
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import GC_THRESHOLD
 
@@ -38,7 +38,7 @@ def authority(tmp_path: Path) -> Authority:
 @asynccontextmanager
 async def https(authority: Authority) -> AsyncIterator[tuple[HttpServer, httpx.AsyncClient]]:
     """A gateway over HTTPS that lets 12 shake hands at once, 3 of them of one host, and a client that trusts it."""
-    engine = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig(max_active=2, max_waiting=2))
+    engine = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig(max_active=2, max_waiting=2))
     server = HttpServer(engine, "127.0.0.1:0", tls=ServerTls(authority.issue("server")), grace_s=1)
     await server.start()
     trusted = ssl.create_default_context(cafile=authority.path)
@@ -58,8 +58,8 @@ def under_way(server: HttpServer) -> int:
 
 
 async def test_no_client_s_handshakes_keep_others_out(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "CONNECTIONS_BESIDE", 8)
-    monkeypatch.setattr(app, "HEAD_S", 60.0)
+    monkeypatch.setattr(http_server, "CONNECTIONS_BESIDE", 8)
+    monkeypatch.setattr(hardening, "HEAD_S", 60.0)
     monkeypatch.setattr(shares, "is_local", lambda who: who == "127.0.0.1")
     async with https(authority) as (server, client):
         held = [await connect(server, OTHER) for _ in range(3)]
@@ -83,7 +83,7 @@ async def test_a_handshake_that_does_not_come_ends_its_connection(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a connection that has shaken hands goes on."""
-    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    monkeypatch.setattr(hardening, "HEAD_S", 0.3)
     async with https(authority) as (server, client):
         assert (await client.get("/livez")).status_code == 200
         reader, writer = await connect(server, OTHER)
@@ -97,7 +97,7 @@ async def test_a_handshake_that_does_not_come_ends_its_connection(
 async def test_a_client_that_has_shaken_hands_and_asks_nothing_is_ended(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    monkeypatch.setattr(hardening, "HEAD_S", 0.3)
     async with https(authority) as (server, _):
         name, _, port = server.address.rpartition(":")
         trusted = ssl.create_default_context(cafile=authority.path)

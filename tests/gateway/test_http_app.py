@@ -11,10 +11,11 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,15 +24,15 @@ from support.gateways import PROMPT, gateway, stream_events, text_of, toy_tokeni
 from support.tools import tool_tokenizer, writes
 
 from outrider.gateway.auth import Tokens
-from outrider.gateway.engine import EngineConfig
-from outrider.gateway.http import app, protocol
-from outrider.gateway.http.app import HttpServer, build_app
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http import hardening, protocol
+from outrider.gateway.http import server as http_server
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.http.server import HttpServer, build_app
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.rpc.messages import Failure
-from outrider.rpc.sampling_params import CAPABILITIES
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.rpc.words.structured import StructuredOutput
 
 LIVE = {"prompt": "x", "max_tokens": "2"}
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0}
@@ -46,7 +47,7 @@ async def test_a_client_that_goes_away_ends_its_sequences(stream: bool, n: int) 
         sending = asyncio.create_task(client.send(request, stream=True))
         if stream:
             response = await sending
-            async with aclosing(response.aiter_lines()) as lines:
+            async with aclosing(cast(AsyncGenerator[str, None], response.aiter_lines())) as lines:
                 await anext(lines)
             await response.aclose()
         else:
@@ -56,7 +57,7 @@ async def test_a_client_that_goes_away_ends_its_sequences(stream: bool, n: int) 
         await until(lambda: target.num_closed == draft.num_closed == n)
         await until(lambda: served.engine.admission.num_active == 0)
         aborted = f'request_success_total{{finished_reason="abort"}} {n}.0'
-        await until(lambda: aborted in served.engine.metrics.render("")[0].decode())
+        await until(lambda: aborted in served.metrics.render("")[0].decode())
 
 
 async def test_a_client_that_goes_away_while_it_waits_leaves_the_queue() -> None:
@@ -94,7 +95,7 @@ async def test_a_client_that_never_reads_is_granted_no_credit() -> None:
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        task = asyncio.create_task(build_app(served.engine)({**scope, "root_path": ""}, receive, send))  # type: ignore[arg-type]
+        task = asyncio.create_task(build_app(served.engine)({**scope, "root_path": ""}, receive, send))
         await stuck.wait()
         sequence = target.links[0].sequence
         before = -1
@@ -153,7 +154,7 @@ async def test_a_stream_that_the_gateway_cannot_go_on_with_ends_with_an_error(
 ) -> None:
     """Since it stops, and its grace period is over; or by a bug."""
     field = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}[path]
-    body = {field: [{"role": "user", "content": "x"}] if field == "messages" else "x", "stream": True}
+    body: dict[str, Any] = {field: [{"role": "user", "content": "x"}] if field == "messages" else "x", "stream": True}
     body |= {"max_output_tokens": 200} if field == "input" else {"max_tokens": 200, "ignore_eos": True}
 
     async def last_words(bug: bool) -> str:
@@ -237,7 +238,7 @@ async def test_pages_of_the_sites_that_are_allowed_may_ask(tmp_path: Path) -> No
         answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}, headers=wants)
         assert not [name for name in answer.headers if name.startswith("access-control")]
     (tmp_path / "tokens.yaml").write_text("alice: alice-has-this-token")
-    engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    engine: Any = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
     made = build_app(engine, options=HttpOptions(allowed_origins=(SITE,)), tokens=Tokens(tmp_path / "tokens.yaml"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=made), base_url="http://gateway.example") as client:
         may = await client.options("/v1/completions", headers=wants)
@@ -276,7 +277,7 @@ async def test_who_has_a_token_or_is_reached_by_others_is_called_by_any_name(tmp
     """No page knows the token, and a gateway for others has a name that is not known here."""
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text("alice: alice-has-this-token")
-    engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    engine: Any = GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
     for listen, known, status in (("127.0.0.1:0", Tokens(tokens), 401), ("0.0.0.0:0", None, 200)):
         http = HttpServer(engine, listen, grace_s=1, tokens=known)
         await http.start()
@@ -406,7 +407,7 @@ async def raw(address: str, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.
 
 @pytest.mark.parametrize("sent", [b"", b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n", b"POST /v1/comp"])
 async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    monkeypatch.setattr(hardening, "HEAD_S", 0.3)
     async with gateway() as served:
         reader, writer = await raw(served.http.address, sent)
         assert await asyncio.wait_for(reader.read(), 20) == b""
@@ -414,7 +415,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, monkey
 
 
 async def test_one_that_drips_after_a_good_request_does_not_stay_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    monkeypatch.setattr(hardening, "HEAD_S", 0.3)
     async with gateway() as served:
         good = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
         reader, writer = await raw(served.http.address, good)
@@ -433,7 +434,7 @@ async def test_one_that_drips_after_a_good_request_does_not_stay_either(monkeypa
 
 
 async def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     async with gateway() as served:
         reader, writer = await raw(served.http.address, b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
@@ -484,7 +485,7 @@ async def test_a_body_in_chunks_is_taken() -> None:
 
 
 async def test_a_long_stream_is_not_cut_by_the_times_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HEAD_S", 2.0)
+    monkeypatch.setattr(hardening, "HEAD_S", 2.0)
     monkeypatch.setattr(protocol, "BODY_S", 2.0)
     async with gateway(ToyTarget(step_s=0.05)) as served, served.client() as client:
         events = await stream_events(client, "/v1/completions", {**LONG, "max_tokens": 60, "stream": True})

@@ -14,7 +14,8 @@ from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, t
 from outrider.gateway.http.echo import echoed_logprobs
 from outrider.gateway.http.protocol import EchoedPrompt
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
-from outrider.rpc.messages import PromptLogprobs, TokenLogprob
+from outrider.rpc.messages import PromptLogprobs
+from outrider.rpc.words.answer import TokenLogprob
 
 TEXT = "the quick brown fox"
 BODY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "echo": True}

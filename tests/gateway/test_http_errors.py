@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
 
 import pytest
 from openai import BadRequestError
@@ -19,7 +19,8 @@ from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Failure, to_failure
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import SamplingParams
 
 BOTH = [
     ("temperature", -1.0),
@@ -41,7 +42,7 @@ BOTH = [
 async def test_one_validator_with_grpc() -> None:
     async with gateway() as served, served.client() as client, Client(served.grpc_address) as other:
         for field, value in BOTH:
-            sampling = SamplingParams(**{"max_tokens": 20, field: value})
+            sampling = SamplingParams(**cast(Any, {"max_tokens": 20, field: value}))
             with pytest.raises(InvalidArgument) as raised:
                 async for _ in other.generate(token_ids=tuple(PROMPT), sampling=sampling):
                     pass
@@ -164,8 +165,11 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("speculation.enabled", {"speculation": {"enabled": "yes"}}),
     ("speculation.num_draft_tokens", {"speculation": {"num_draft_tokens": 129}}),
     ("speculation.mode", {"speculation": {"mode": "warp"}}),
-    ("speculation.draft_confidence", {"speculation": {"draft_confidence": 2}}),
-    ("speculation.draft_confidence", {"speculation": {"draft_confidence": "high"}}),
+    *(
+        (f"speculation.{name}", {"speculation": {name: value}})
+        for name, bounds in DRAFT_OPTIONS.items()
+        for value in (bounds.high + 1, "high")
+    ),
     ("speculation.mode", {"speculation": {"mode": 3}}),
     ("speculation.num_speculative_tokens", {"speculation": {"num_speculative_tokens": 3}}),
     ("echo", {"echo": 1}),
@@ -407,7 +411,12 @@ async def test_what_the_target_refuses_keeps_its_field() -> None:
     refusal = InvalidArgument("sampling.structured_output: is not supported by this target; leave it unset")
     target = ToyTarget()
     async with gateway(target) as served, served.client() as client:
-        target.rule = lambda tokens, prompt_len: target.links[-1].emit(to_failure(0, refusal)) or 7
+
+        def refuses(tokens: Sequence[int], prompt_len: int) -> int:
+            target.links[-1].emit(to_failure(0, refusal))
+            return 7
+
+        target.rule = refuses
         body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
         answer = await client.post("/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

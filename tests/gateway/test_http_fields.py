@@ -21,8 +21,8 @@ from tokenizers.processors import TemplateProcessing
 
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.sampling_params import CAPABILITIES, StructuredOutput
-from outrider.rpc.structured import REASONING
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.rpc.words.structured import REASONING, StructuredOutput
 
 DOCS = (Path(__file__).parents[2] / "docs/http.md").read_text("utf-8")
 SERVED = "served"  # the answer differs, or what the target is asked: what the toy answers does not depend on all of it

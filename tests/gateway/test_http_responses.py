@@ -15,17 +15,17 @@ from support.fakes import EOS, ToyDraft, ToyTarget, scripted, target_info
 from support.gateways import Gateway, gateway, thinking_tokenizer, toy_tokenizer
 from support.tools import tool_tokenizer, writes
 
-from outrider.gateway.http.responses import ResponseBuilder
+from outrider.gateway.http.responses import GrowingResponse
 from outrider.gateway.http.responses_input import messages_of, read_responses
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.gateway.text.tools.formats import FORMATS
 from outrider.gateway.text.tools.use import ToolStream
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import to_failure
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
-ADD: dict[str, Any] = {
+ADD: Any = {
     "type": "function",
     "name": "add",
     "description": "+",
@@ -44,7 +44,7 @@ def says(text: str, tokenizer: Any = None) -> ToyTarget:
 
 async def events_of(served: Gateway, **fields: Any) -> list[dict[str, Any]]:
     """The events as they are on the wire; each is named, and they are numbered from 0."""
-    events = []
+    events = list[dict[str, Any]]()
     body = {**ASKED, "stream": True, **fields}
     async with served.client() as client, client.stream("POST", "/v1/responses", json=body) as response:
         text = (await response.aread()).decode()
@@ -217,7 +217,7 @@ async def test_text_after_a_call_in_one_commit_comes_after_it(text: str, items: 
         for cuts in [(), *combinations(range(1, len(ids)), 1), *combinations(range(1, len(ids), 3), 2)]:
             stream = TextStream(tokenizer, SamplingParams(), [])
             tools = ToolStream(stream, FORMATS["hermes"].parser("call_{}".format, {"add": {}}))
-            built = ResponseBuilder(served.engine, asked)
+            built = GrowingResponse(served.engine, asked)
             for start, end in pairwise((0, *cuts, len(ids))):
                 cut = tools.push(ids[start:end], FinishReason.LENGTH if end == len(ids) else None)
                 built.add(GenerationDelta("r", 0, cut.text, cut.tool_calls, finish_reason=cut.finish_reason))
@@ -259,7 +259,7 @@ async def test_what_ends_early_is_incomplete() -> None:
     async with gateway(says("the lazy dog")) as served, served.openai() as client:
         whole = await client.responses.create(**{**ASKED, "max_output_tokens": 2})
         assert whole.status == "incomplete" and whole.incomplete_details is not None
-        assert whole.incomplete_details.reason == "max_output_tokens" and whole.output[0].status == "incomplete"  # type: ignore[union-attr]
+        assert whole.incomplete_details.reason == "max_output_tokens" and whole.output[0].status == "incomplete"
         events = await events_of(served, max_output_tokens=2)
         assert events[-1]["type"] == "response.incomplete"
     async with gateway(says("")) as served:

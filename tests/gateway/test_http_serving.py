@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -16,26 +17,21 @@ from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted, target_i
 from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
 
 from outrider.client import Client
-from outrider.gateway import request, servicer
+from outrider.gateway import off_loop, servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
 from outrider.gateway.http.json_text import InPieces
-from outrider.gateway.http.protocol import (
-    ChatBody,
-    CompletionBody,
-    HttpOptions,
-    parse_body,
-    read_chat,
-    read_completion,
-)
+from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions, parse_body, read_chat, read_completion
 from outrider.gateway.http.responses_input import ResponsesBody, read_responses
-from outrider.gateway.http.serving import TokenTexts
+from outrider.gateway.http.token_texts import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
-from outrider.gateway.servicer import decode_request
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
-from outrider.rpc.messages import TokenLogprob
-from outrider.rpc.sampling_params import PARAMETERS, AcceptanceRule, StructuredOutput
+from outrider.rpc.generation_codec import decode_request, encode_delta
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import PARAMETERS, AcceptanceRule
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -132,8 +128,8 @@ async def test_the_mode_is_the_request_s(stream: bool) -> None:
             ({"mode": "auto"}, {"off", "sequential", "chains", "branches"}),
             ({"enabled": False}, {"off"}),
         ):
-            body = {"extra_body": {"speculation": fields, "return_token_ids": True}}
-            answer = await client.completions.create(**GREEDY, stream=stream, **body)
+            body: Any = {"extra_body": {"speculation": fields, "return_token_ids": True}}
+            answer: Any = await client.completions.create(**GREEDY, stream=stream, **body)
             chunks = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
             extras: list[dict[str, Any]] = [chunk.model_extra or {} for chunk in chunks]
             assert [token for extra in extras for token in extra["token_ids"]] == expected(PROMPT, 20)
@@ -374,8 +370,8 @@ def test_one_request_whatever_the_entry() -> None:
         b'"max_tokens": 5, "model": "sql", "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
         b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
-        b'"methods": ["ngram"], "draft_confidence": 0.25,'
-        b'"enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
+        b'"methods": ["ngram"], %b, "enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
+        % json.dumps(dict.fromkeys(DRAFT_OPTIONS, 0.25))[1:-1].encode()
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1, adapter="sql")
     message.prediction.text = "ab"
@@ -391,14 +387,16 @@ def test_one_request_whatever_the_entry() -> None:
         setattr(message.sampling, name, value)
     message.sampling.stop.extend(["a", "b"])
     message.sampling.logit_bias[7] = 2
-    message.speculation.num_draft_tokens, message.speculation.acceptance = 3, 2
+    message.speculation.num_draft_tokens, message.speculation.acceptance = 3, pb.ACCEPTANCE_RULE_COUPLED
     message.speculation.mode, message.speculation.method, message.speculation.enabled = "chains", "ngram", True
     message.speculation.methods.append("ngram")
-    message.speculation.draft_confidence = 0.25
+    for name in DRAFT_OPTIONS:
+        setattr(message.speculation, name, 0.25)
     defaults = engine.verifier.info.model.default_sampling
-    assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
-    empty = pb.GenerateRequest(text="x")
-    assert read_completion(parse_body(b'{"prompt": "x"}'), None, engine).requests == (decode_request(empty, defaults),)
+    for given, sent in ((body, message), (parse_body(b'{"prompt": "x"}'), pb.GenerateRequest(text="x"))):
+        (read,) = read_completion(given, None, engine).requests
+        decoded = decode_request(sent, defaults)
+        assert replace(read, unset=decoded.unset) == decoded and read.max_tokens_given == decoded.max_tokens_given
 
 
 async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +415,8 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
         monkeypatch.setattr(kind, "render", seen(kind.render))
     for name in ("dumps", "dumps_in_pieces"):
         monkeypatch.setattr(sse, name, seen(getattr(sse, name)))
-    monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
-    for module in (request, serving):
+    monkeypatch.setattr(servicer, "encode_delta", seen(encode_delta))
+    for module in (off_loop, serving):
         monkeypatch.setattr(module, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with gateway(ToyTarget()) as served, served.client() as client:

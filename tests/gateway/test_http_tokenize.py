@@ -21,9 +21,9 @@ from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.shares import Shares
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.http.tokenize_apart import Work
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_CHARS_PER_TOKEN, MAX_TOKENISED, Tokenizer
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -174,13 +174,18 @@ async def test_megabytes_are_tokenised_in_another_process(
 ) -> None:
     """Which the folder's tokenizer is for, if it is still the one that is served; and then nobody here waits for it."""
     monkeypatch.setattr(tokenize, "MEGABYTES", 20_000)
-    tokenizer, here = Tokenizer.load(save_toy_tokenizer(tmp_path)), []
+    tokenizer, here = Tokenizer.load(save_toy_tokenizer(tmp_path)), list[int]()
     if folder_has == "none":
         (tmp_path / "tokenizer.json").unlink()
     elif folder_has == "another":
         train_byte_level(300).save(str(tmp_path / "tokenizer.json"))
     encode, text = Tokenizer.encode, 'the "lazy" 你好 🙂 ' * 1500
-    monkeypatch.setattr(Tokenizer, "encode", lambda *given: here.append(len(given[1])) or encode(*given))
+
+    def noted(*given: Any) -> Any:
+        here.append(len(given[1]))
+        return encode(*given)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
     async with gateway(tokenizer=tokenizer) as served, served.client() as client:
         answer = await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})
     assert here == ([] if folder_has == "the same" else [len(text)])
@@ -197,7 +202,7 @@ async def test_who_leaves_ends_that_process(tmp_path: Path, monkeypatch: pytest.
         started.append(await start(*command, **options))
         return started[0]
 
-    monkeypatch.setattr(tokenize_apart.asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     tokenizer = Tokenizer.load(save_toy_tokenizer(tmp_path))
     work = Work("", True, False, 256, tokenizer.fingerprint, tokenizer.name)
     asked = asyncio.create_task(tokenize_apart.apart(work, "a fox"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.methods import Broken, LastToken
@@ -14,7 +15,7 @@ from outrider.proposers.base import SequenceContext
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.prediction import PredictionProposer
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 async def said(drafter: LocalDrafter, request: Open, *messages: Any) -> list[Any]:
@@ -58,8 +59,10 @@ async def test_a_commit_that_uses_up_the_credit_before_its_answer() -> None:
     assert [event.ids for event in events] == [(3, 1, 2, 3)]
 
 
-async def test_several_draft_in_turn() -> None:
+async def test_several_draft_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that has something; once each kind was measured, the one that brings more."""
+    clock = itertools.count(1)  # every reading a millisecond later: what a busy machine takes is not asked
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 0.001 * next(clock))
     drafter = LocalDrafter([PredictionProposer(), NgramProposer(2, 2), LastToken()], in_turn=True)
     assert drafter.info.defaults == ("prediction", "ngram", "last_token")
     events: list[Any] = []
@@ -69,7 +72,7 @@ async def test_several_draft_in_turn() -> None:
     async def goes_on(*messages: Any) -> DraftTokens:
         link.send(*messages)
         await asyncio.sleep(0)
-        return events[-1]
+        return cast(DraftTokens, events[-1])
 
     piece = await goes_on(Credit(0, 8, 3))
     assert (piece.method, piece.chain, piece.ids) == ("prediction", 7, (3, 4, 5)) and piece.draft_us > 0

@@ -33,8 +33,8 @@ from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, PromptLogprobs
-from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
@@ -431,8 +431,8 @@ async def test_tally_counts_as_vllm_does() -> None:
     drafted = [closed.commit for closed in rounds if closed.commit.num_drafted]
     assert tally.num_rounds == len(rounds) and tally.num_drafts == len(drafted)
     assert tally.num_accepted_tokens == sum(commit.num_accepted for commit in drafted)
-    assert sum(tally.accepted_per_position) == tally.num_accepted_tokens
-    assert tally.tested_per_position[0] == tally.num_drafts
+    assert sum(tally.num_accepted_per_position) == tally.num_accepted_tokens
+    assert tally.num_tested_per_position[0] == tally.num_drafts
 
 
 async def test_the_tally_keeps_forced_tokens_apart() -> None:
@@ -449,7 +449,7 @@ async def test_the_tally_keeps_forced_tokens_apart() -> None:
     kept = sum(closed.commit.origins.count(TokenOrigin.ACCEPTED) for closed in rounds)
     assert tally.num_forced_tokens == 2 * len(rounds) and 0 < tally.num_accepted_forced_tokens < len(rounds)
     assert tally.num_accepted_tokens + tally.num_accepted_forced_tokens == kept
-    assert sum(tally.accepted_per_position) == tally.num_accepted_tokens
+    assert sum(tally.num_accepted_per_position) == tally.num_accepted_tokens
 
 
 def test_eos_in_a_window_ends_it() -> None:
@@ -481,7 +481,7 @@ def test_start_credits_both_sides_at_the_same_time() -> None:
 def test_a_commit_and_its_credit_travel_in_one_frame_before_the_client_sees_it() -> None:
     effects = core().on_target(commit(3, 1, 2, logprobs=(((),), ((),))), 0.1)
     assert [type(effect) for effect in effects] == [ToDraft, Emit]
-    sent = effects[0].messages  # type: ignore[union-attr]
+    sent: Any = effects[0].messages  # type: ignore[union-attr]
     assert sent[0].ids == (1, 2) and sent[0].logprobs == () and sent[1] == Credit(0, 9, 4)
 
 

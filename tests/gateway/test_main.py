@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, draft_info, expected, serving, target_info
 from support.gateways import (
     HTTP,
@@ -18,7 +19,6 @@ from support.gateways import (
     NOT_SERVING,
     PROMPT,
     SERVING,
-    START_S,
     announced,
     gateway,
     health,
@@ -31,8 +31,9 @@ from support.gateways import (
 from support.metrics import samples_of
 
 from outrider.client import Client
-from outrider.gateway.__main__ import GatewaySettings, main
+from outrider.gateway.__main__ import main
 from outrider.gateway.servicer import SERVICE_NAME
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.settings import SettingsError, load_settings

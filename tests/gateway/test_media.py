@@ -11,33 +11,25 @@ from typing import Any
 
 import grpc
 import pytest
-from support.fakes import (
-    TargetServicer,
-    ToyDraft,
-    ToyTarget,
-    expected,
-    request,
-    serving,
-    target_info,
-    until,
-)
+from support.fakes import TargetServicer, ToyDraft, ToyTarget, expected, request, serving, target_info, until
 from support.gateways import PROMPT, gateway
 from support.pictures import FORMATS, bomb, data_url, media, part, picture, seeing, seeing_tokenizer
 
 from outrider.client import Client
-from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.media import MediaLimits, MediaSource, load_media
+from outrider.gateway.media import MediaLimits, load_media
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.routing import affinity_key
-from outrider.gateway.servicer import decode_request
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import Failure
+from outrider.rpc.words.request import MediaSource
 from outrider.v1 import generation_pb2 as pb
 
 LIMITS = MediaLimits(max_bytes=10_000, max_pixels=10_000)

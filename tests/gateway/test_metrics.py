@@ -29,17 +29,18 @@ from support.gateways import PROMPT, Gateway, gateway, toy_tokenizer
 from support.metrics import Samples, samples_of, scraped
 
 from outrider.client import Client, Part
-from outrider.gateway.metered import DEMAND_EVERY_S, MeteredEngine, _Pieces
+from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.metrics import PARTS, WINDOWS, GatewayMetrics
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest
+from outrider.gateway.request_metrics import DEMAND_EVERY_S, DraftArrivals, DraftDemand, measure
 from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.planner.estimates import Acceptance
 from outrider.planner.policy import Round
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
 from outrider.rpc.messages import Commit, DraftTokens, Failure, Load, StepTimings
-from outrider.rpc.sampling_params import CAPABILITIES, SamplingParams
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import CAPABILITIES, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 
 async def scrape(served: Gateway) -> Samples:
@@ -126,7 +127,7 @@ async def test_forced_tokens_are_those_of_the_answers() -> None:
         did = (await ask(served, structured_outputs={"regex": "x"}))["choices"][0]["speculation"]
         async with Client(served.grpc_address) as client:
             constraint = StructuredOutput(regex="x")
-            options = {"temperature": 0.0, "max_tokens": 20, "structured_output": constraint}
+            options: Any = {"temperature": 0.0, "max_tokens": 20, "structured_output": constraint}
             last = [part async for part in client.generate(token_ids=tuple(PROMPT), **options)][-1]
         await ask(served)
         found, stats = await scrape(served), last.speculation
@@ -218,7 +219,7 @@ async def test_replicas_tell_what_computes_there() -> None:
         addresses = [(await stack.enter_async_context(serving(servicer))).address for servicer in named]
         targets = await stack.enter_async_context(RemoteTargets(addresses, stream_config=QUICK))
         await until(lambda: all(replica.usable for replica in targets.replicas))
-        text = MeteredEngine(toy_tokenizer(), targets).metrics.render("")[0].decode()
+        text = measure(GenerationEngine(toy_tokenizer(), targets)).render("")[0].decode()
     (family,) = (found for found in text_string_to_metric_families(text) if found.name == "outrider_replica_info")
     told = {sample.labels["address"]: sample.labels["kernels"] for sample in family.samples}
     assert told == dict(zip(addresses, ("c-avx512", "torch-avx2"), strict=True))
@@ -239,7 +240,7 @@ def closed_round(
 def test_when_a_window_came() -> None:
     """By the arrival of the piece that the window begins in, against the beginning of the round."""
     now = time.monotonic()
-    pieces = _Pieces()
+    pieces = DraftArrivals()
     pieces.add(piece(0, 3, 1, 1))
     assert pieces.window_of(closed_round(0, 3, 2, 0, now - 9)) is None, "the prompt's round"
     assert not pieces._held, "what a round has passed is forgotten"
@@ -256,7 +257,7 @@ def test_when_a_window_came() -> None:
 
 def test_of_a_draft_s_pieces_a_bounded_number_is_noted() -> None:
     """They are noted before anything is judged: one may send beyond its credit, or what nobody asked for."""
-    pieces = _Pieces()
+    pieces = DraftArrivals()
     for position in range(10_000):
         pieces.add(piece(0, position, 1))
     assert len(pieces._held) == MAX_PIECES
@@ -301,28 +302,28 @@ async def test_a_slow_draft_is_still_wanted() -> None:
     target = ToyTarget(step_s=0.005, info=target_info(max_model_len=2000))
     draft = ToyDraft()
     async with gateway(target, draft, mode="auto") as served:
-        engine = served.engine
+        engine, demand = served.engine, DraftDemand(served.engine)
         await ask(served, max_tokens=100)
-        assert engine._known is not None
-        stats = engine._known.stats
+        assert engine.learned is not None
+        (stats,) = engine.learned.of_default
         stats.draft_pass.value, stats.between.value = 100.0, 100.0
         stats.costs.add(5, 5000.0, False, 16.0)
         off = closed_round(1, 3, 0, None, 0.0, mode="off", chosen=True)
-        engine._demand._asked_at = -DEMAND_EVERY_S
-        assert engine._demand.wants(replace(off, mode="chains")), "it drafts, and is fast"
+        demand._asked_at = -DEMAND_EVERY_S
+        assert demand.wants(replace(off, mode="chains")), "it drafts, and is fast"
         stats.draft_pass.value, stats.between.value = 1e6, 1e6
-        engine._demand._asked_at = -DEMAND_EVERY_S
-        assert engine._demand.wants(off), "and it still would, without the load that it has now"
-        assert not engine._demand.wants(replace(off, chosen=False)), "this request wants none"
+        demand._asked_at = -DEMAND_EVERY_S
+        assert demand.wants(off), "and it still would, without the load that it has now"
+        assert not demand.wants(replace(off, chosen=False)), "this request wants none"
         stats.acceptance = Acceptance()
         for _ in range(100):
             stats.acceptance.add(4, 0)
-        engine._demand._asked_at = -DEMAND_EVERY_S
-        assert not engine._demand.wants(off), "a draft that is never right would not pay, however fast"
+        demand._asked_at = -DEMAND_EVERY_S
+        assert not demand.wants(off), "a draft that is never right would not pay, however fast"
 
 
 @asynccontextmanager
-async def replicas() -> AsyncIterator[tuple[MeteredEngine, TargetServicer, GatewayMetrics]]:
+async def replicas() -> AsyncIterator[tuple[GenerationEngine, TargetServicer, GatewayMetrics]]:
     """An engine before a target and a draft over gRPC, as a gateway's process builds it."""
     metrics = GatewayMetrics()
     one, other = TargetServicer(ToyTarget()), DraftServicer(ToyDraft())
@@ -334,7 +335,8 @@ async def replicas() -> AsyncIterator[tuple[MeteredEngine, TargetServicer, Gatew
         RemoteDrafts([draft.address], stream_config=quick[1]) as drafts,
     ):
         await until(lambda: targets.usable and drafts.usable)
-        yield MeteredEngine(toy_tokenizer(), targets, drafts, metrics=metrics, vllm_names=True), one, metrics
+        engine = GenerationEngine(toy_tokenizer(), targets, drafts)
+        yield engine, one, measure(engine, metrics, vllm_names=True)
 
 
 async def test_replicas_and_their_wires() -> None:
@@ -384,11 +386,12 @@ async def test_a_gateway_under_vllm_s_names() -> None:
 
 async def test_a_sampled_request_is_an_exemplar() -> None:
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
-    engine = MeteredEngine(toy_tokenizer(), ToyTarget(), ToyDraft(), tracer=tracer)
+    engine = GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft(), tracer=tracer)
+    metrics = measure(engine)
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
     async for _ in engine.generate(GenerationRequest(token_ids=tuple(PROMPT), sampling=sampling)):
         pass
-    text = engine.metrics.render("application/openmetrics-text")[0].decode()
+    text = metrics.render("application/openmetrics-text")[0].decode()
     with_trace = {line.partition("_bucket")[0] for line in text.splitlines() if 'trace_id="' in line}
     wanted = (
         "time_to_first_token_seconds",
@@ -397,4 +400,3 @@ async def test_a_sampled_request_is_an_exemplar() -> None:
         "e2e_request_latency_seconds",
     )
     assert {f"outrider_{name}" for name in wanted} <= with_trace
-    assert not engine._watches

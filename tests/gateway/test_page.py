@@ -21,11 +21,12 @@ from typing import Any
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import ToyDraft, ToyTarget, target_info, until
 from support.gateways import gateway
 
-from outrider.rpc.sampling_params import CAPABILITIES
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.rpc.words.structured import StructuredOutput
 
 PHONE = {"width": 375, "height": 812}
 WAIT_MS = 20_000
@@ -291,7 +292,6 @@ async def test_hostile_text_is_text(browser: Any) -> None:
         await seen.page.close()
 
 
-START_S = 60
 INSTALLS = ["make install", ". .venv/bin/activate"]  # what stands before; here it is installed
 NAMED = "127.0.0.1:8000"
 READY = "Ctrl-C ends all three."
@@ -319,7 +319,7 @@ class Reader:
         *installs, command = block(repository, "sh").splitlines()
         assert installs == INSTALLS
         program, *arguments = shlex.split(command.replace(NAMED, self._address))
-        own = {"OUTRIDER_SERVE__LISTEN": "127.0.0.1:0", "OUTRIDER_SERVE__THREADS": "1"}
+        own = {"OUTRIDER_GATEWAY__LISTEN": "127.0.0.1:0", "OUTRIDER_TARGET__THREADS": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [Path(sys.executable).with_name(program), *arguments],

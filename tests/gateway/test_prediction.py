@@ -17,11 +17,12 @@ from support.models import train_byte_fallback, train_byte_level, train_unigram
 from outrider.client import Client
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.prediction import encoder_after
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.messages import DraftMethod
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import SamplingParams
 
 ANSWER = expected(PROMPT, 40)
 WRITTEN = toy_tokenizer().encode("the quick brown fox jumps over the lazy dog, and the dog sleeps on", False)
@@ -53,13 +54,13 @@ async def test_the_gateway_drafts_where_its_draft_does_not(new_draft: Any, mode:
     engine = GenerationEngine(toy_tokenizer(), target, draft, config)
     guess = (*ANSWER[:10], 3, *ANSWER[11:20], *ANSWER[22:])  # one replaced, two lacking
     (deltas,) = await answer(engine, prediction=guess)
-    tally = deltas[-1].tally
+    tally = deltas[-1].speculation
     assert tally is not None and tally.method == "prediction" and counts(deltas) == (37, 1)
     assert tally.num_accepted_tokens >= 20 and (mode == "auto" or tally.num_rounds <= 12)
     assert target.opens[-1].prediction == ()
     assert draft is None or not draft.opens
     (plain,) = await answer(engine, speculation=SpeculationOptions(enabled=False), prediction=guess)
-    assert counts(plain) == (37, 1) and plain[-1].tally is not None and plain[-1].tally.num_drafts == 0
+    assert counts(plain) == (37, 1) and plain[-1].speculation is not None and plain[-1].speculation.num_drafts == 0
     (without,) = await answer(engine)
     assert counts(without) == (0, 0) and engine.admission.num_active == 0
 
@@ -82,7 +83,7 @@ async def test_a_draft_with_a_list_goes_on_where_the_prediction_ends() -> None:
     opened = draft.opens[-1]
     assert opened.named_methods == ("prediction", "ngram", "draft_model") and opened.method == "prediction"
     assert opened.prediction == tuple(ANSWER)
-    assert deltas[-1].tally is not None and deltas[-1].tally.method == "prediction,ngram,draft_model"
+    assert deltas[-1].speculation is not None and deltas[-1].speculation.method == "prediction,ngram,draft_model"
     draft.info = replace(listing, default_methods=("prediction", "draft_model"))
     await answer(engine, prediction=tuple(ANSWER))
     assert (draft.opens[-1].named_methods, draft.opens[-1].prediction) == ((), tuple(ANSWER))
@@ -102,14 +103,14 @@ async def test_completions_logprobs_and_resumption() -> None:
     )
     resumed = [delta async for delta in engine.generate(request)]
     assert [token for delta in resumed for token in delta.token_ids] == ANSWER[15:] and counts(resumed) == (40, 0)
-    assert resumed[-1].tally is not None and resumed[-1].tally.num_rounds <= 5
+    assert resumed[-1].speculation is not None and resumed[-1].speculation.num_rounds <= 5
 
 
 async def test_a_schedule_holds_for_predictions_as_well() -> None:
     schedule = BatchSchedule.of(4, 1, None)
     engine = GenerationEngine(toy_tokenizer(), ToyTarget(), ScheduledDrafter(ToyDraft(), schedule, lambda: 2))
     (deltas,) = await answer(engine, prediction=tuple(ANSWER))
-    assert deltas[-1].tally is not None and deltas[-1].tally.num_draft_tokens == 0
+    assert deltas[-1].speculation is not None and deltas[-1].speculation.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("train", [train_byte_level, train_byte_fallback, train_unigram])

@@ -17,27 +17,27 @@ from support.gateways import serving as grpc_serving
 from support.metrics import scraped
 
 from outrider.client import Client, Part
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import (
     AUTO,
     MARKERS,
     ReasoningMarkers,
-    ReasoningOptions,
     ReasoningPlan,
     ReasoningStream,
     find_markers,
+    template_variables,
 )
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 TOKENIZER = thinking_tokenizer()
 START, END = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("<think>", "</think>"))
 OURS = ReasoningMarkers((START,), (END,))
 PROMPT = [11, 12, 13]
-MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
+MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 
 
 def ids_of(text: str) -> list[int]:
@@ -72,8 +72,7 @@ def test_the_markers_are_one_token_each_and_found() -> None:
 )  # fmt: skip
 def test_what_the_prompt_has_opened(text: str, is_open: bool) -> None:
     """Only at its end: a marker that a user wrote is no opening."""
-    request = GenerationRequest(messages=tuple(MESSAGES))
-    planned = OURS.plan(request, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
+    planned = OURS.plan(None, True, SamplingParams(), TOKENIZER, ids_of(text), CAPABILITIES)
     assert planned.open is is_open and planned.message is None and planned.splits
 
 
@@ -105,7 +104,7 @@ def test_every_window_tells_the_same(opens: bool, output: str, reasoning: str, t
         assert parts.finished
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.one_of(st.sampled_from([START, END, *ids_of("abab ")]), st.integers(0, 399)), max_size=24),
     cuts=st.lists(st.integers(0, 24), max_size=6),
@@ -183,18 +182,18 @@ async def test_over_http_whole_and_streamed(opens: bool) -> None:
             for name, text in (("reasoning_content", "the fox"), ("reasoning", "the fox"), ("content", "the lazy dog")):
                 assert "".join(delta.get(name) or "" for delta in deltas) == text
         assert chunks[-1]["usage"] == answer["usage"]
-        metrics = scraped(served.engine.metrics)
+        metrics = scraped(served.metrics)
         assert metrics["reasoning_tokens_total", ()] == 4 * count < metrics["generation_tokens_total", ()]
 
 
 async def test_what_the_openai_client_sees() -> None:
     async with thinking(True) as served, served.openai() as client:
-        raw = await client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=60)  # type: ignore[arg-type]
+        raw = await client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=60)
         message = raw.choices[0].message
         assert message.content == "the lazy dog" and (message.model_extra or {})["reasoning_content"] == "the fox"
         assert raw.usage is not None and raw.usage.completion_tokens_details is not None
         assert raw.usage.completion_tokens_details.reasoning_tokens == len(ids_of("the fox"))
-        cut = await client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=2)  # type: ignore[arg-type]
+        cut = await client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=2)
         assert cut.choices[0].message.content is None and cut.choices[0].finish_reason == "length"
 
 
@@ -240,8 +239,11 @@ async def test_effort_is_told_to_a_template_that_knows_it() -> None:
     async with gateway() as plain:  # its template knows nothing of it
         assert "choices" in await post(plain, reasoning_effort="low", max_tokens=2)
     switch = ReasoningOptions(effort="none")
-    assert switch.variables(["enable_thinking", "messages"]) == {"enable_thinking": False}
-    assert switch.variables(["thinking", "reasoning_effort"]) == {"thinking": False, "reasoning_effort": "none"}
+    assert template_variables(switch, ["enable_thinking", "messages"]) == {"enable_thinking": False}
+    assert template_variables(switch, ["thinking", "reasoning_effort"]) == {
+        "thinking": False,
+        "reasoning_effort": "none",
+    }
 
 
 @pytest.mark.parametrize("opens", [False, True])

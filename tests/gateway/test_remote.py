@@ -35,15 +35,9 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.rpc.messages import OVERCOMMIT, Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
-from outrider.rpc.sampling_params import (
-    BASELINE,
-    CAPABILITIES,
-    FRESH_SEED,
-    AcceptanceRule,
-    SamplingParams,
-    StructuredOutput,
-)
 from outrider.rpc.stream import StreamConfig
+from outrider.rpc.words.sampling_params import BASELINE, CAPABILITIES, FRESH_SEED, AcceptanceRule, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 
 async def test_speculates_over_the_loopback() -> None:
@@ -119,7 +113,7 @@ async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
         RemoteDrafts([third.address], stream_config=QUICK) as drafts,
     ):
-        await until(lambda: all(replica.usable for replica in (*targets.replicas, *drafts.replicas)))
+        await until(lambda: all(one.usable for peers in (targets, drafts) for one in peers.replicas))
         salts = [str(number) for number in range(12)]
         for salt in salts:
             wanted = replace(request(8, salt=salt), acceptance=AcceptanceRule.COUPLED)
@@ -167,7 +161,7 @@ async def test_a_grammar_is_the_targets_to_keep_and_no_draft_lacks_it() -> None:
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
         RemoteDrafts([third.address], stream_config=QUICK) as drafts,
     ):
-        await until(lambda: all(replica.usable for replica in (*targets.replicas, *drafts.replicas)))
+        await until(lambda: all(one.usable for peers in (targets, drafts) for one in peers.replicas))
         for salt in range(8):
             wanted = request(8, salt=str(salt))
             constrained = replace(wanted.sampling, structured_output=StructuredOutput(regex="[a-z]*"))

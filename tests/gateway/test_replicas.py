@@ -47,8 +47,9 @@ from outrider.gateway.peers.replicas import (
 )
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import Internal, InvalidArgument, Unavailable
-from outrider.rpc.messages import Commit, Failure, ModelInfo, Open, TokenLogprob
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.messages import Commit, Failure, ModelInfo, Open
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
@@ -393,7 +394,7 @@ async def test_what_a_step_says_of_many_sequences_is_told_in_turns_and_all_of_it
             told.append((number, event))
 
         ReplicaLink(replica.links, stream, number, on_event, ModelInfo("m", "d", 9, 9), request())
-    commits = [Commit(number, position, (1,)) for position in (3, 4) for number in range(8)]
+    commits: list[Any] = [Commit(number, position, (1,)) for position in (3, 4) for number in range(8)]
     replica._on_messages(commits[:8])
     replica._on_messages(commits[8:])
     for count in range(1, 13):

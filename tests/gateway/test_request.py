@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.fakes import VOCAB as TOY_VOCAB
 from support.fakes import draft_info, target_info
 from support.gateways import toy_tokenizer
 
-from outrider.gateway.request import (
-    MAX_PROMPT_LOGPROBS,
-    GenerationRequest,
-    SpeculationOptions,
-    check_request,
-    prepare,
-)
+from outrider.gateway.prepare import MAX_PROMPT_LOGPROBS, Served, check_request, prepare
 from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
 from outrider.rpc.messages import MAX_NAME_CHARS, DraftMethod
-from outrider.rpc.sampling_params import ALL_LOGPROBS, AcceptanceRule, SamplingParams, validate_sampling
-from outrider.rpc.server_calls import ServerCall
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import DRAFT_OPTIONS, GenerationRequest, ServerCall, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, check_sampling
 
 VOCAB = 100
 LONG = "x" * (MAX_NAME_CHARS + 1)
@@ -29,7 +24,7 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"n": 2, "output_ids": ((1,), ())},
     {"request_id": "größe 7, 大"},
-    {"speculation": SpeculationOptions(draft_confidence=0.4)},
+    *({"speculation": SpeculationOptions(**cast(Any, {name: bounds.high}))} for name, bounds in DRAFT_OPTIONS.items()),
     {"speculation": SpeculationOptions(method="ngram", methods=("ngram",), mode="branches", num_draft_tokens=128)},
     {"speculation": SpeculationOptions(methods=("prediction", "suffix", "draft_model"))},
     {"speculation": SpeculationOptions(method="ngram, draft_model", methods=("ngram", "draft_model"))},
@@ -49,8 +44,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"speculation": SpeculationOptions(methods=("",))}, ["speculation.methods[0]"]),
     ({"speculation": SpeculationOptions(method="a", methods=("b",))}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(mode="fast")}, ["speculation.mode"]),
-    ({"speculation": SpeculationOptions(draft_confidence=1.1)}, ["speculation.draft_confidence"]),
-    ({"speculation": SpeculationOptions(draft_confidence=float("nan"))}, ["speculation.draft_confidence"]),
+    *(
+        ({"speculation": SpeculationOptions(**cast(Any, {name: value}))}, [f"speculation.{name}"])
+        for name, bounds in DRAFT_OPTIONS.items()
+        for value in (bounds.high + 0.1, bounds.low - 0.1, float("nan"))
+    ),
 ]
 
 
@@ -66,7 +64,7 @@ def test_what_is_refused_is_named(given: dict[str, Any], fields: list[str]) -> N
     """Beside the sampling parameters: nothing is raised before all parts were checked."""
     found = Violations()
     check_request(found, GenerationRequest(**given), VOCAB)
-    validate_sampling(SamplingParams(top_p=0), VOCAB, VOCAB, found=found)
+    check_sampling(found, SamplingParams(top_p=0), VOCAB, VOCAB)
     with pytest.raises(InvalidArgument) as caught:
         found.raise_if_any()
     assert [violation.field for violation in caught.value.violations] == [*fields, "sampling.top_p"]
@@ -81,7 +79,8 @@ async def test_the_log_probabilities_of_a_prompt_are_bounded(count: int, of_each
 
     async def asked(prompt_len: int, call: ServerCall | None = CALL) -> int:
         request = GenerationRequest(token_ids=(7,) * prompt_len, sampling=sampling, call=call)
-        return len((await prepare(request, toy_tokenizer(), target, None, 0, max_logprobs=ALL_LOGPROBS)).prompt_ids)
+        served = Served(toy_tokenizer(), target, None, 0, max_logprobs=ALL_LOGPROBS)
+        return len((await prepare(request, served)).prompt_ids)
 
     assert await asked(most) == most and await asked(most + 1, None) == most + 1
     with pytest.raises(InvalidArgument) as refused:
@@ -115,16 +114,16 @@ async def test_a_seed_of_its_callers_is_coupled_where_earlier_answers_are_drafte
         token_ids=(7,), sampling=SamplingParams(seed=seed), speculation=SpeculationOptions(**asked)
     )
     draft = replace(draft_info(), methods=(SUFFIX, MODEL, DraftMethod("prediction")))
-    prepared = await prepare(request, toy_tokenizer(), target_info(), draft, 4)
+    prepared = await prepare(request, Served(toy_tokenizer(), target_info(), draft, 4))
     opened = prepared.open(0, 0, "")
     assert prepared.acceptance is opened.acceptance is rule
     assert opened.fresh_seed is (seed is None) and opened.may_recall is (opened.fresh_seed or rule is COUPLED)
     lacks = replace(target_info(), capabilities=("acceptance.rejection",))
     if rule is not REJECTION:
-        assert (await prepare(request, toy_tokenizer(), lacks, draft, 4)).acceptance is REJECTION
+        assert (await prepare(request, Served(toy_tokenizer(), lacks, draft, 4))).acceptance is REJECTION
 
 
 async def test_a_prediction_without_a_draft_is_coupled_by_its_callers_seed() -> None:
     for seed, rule in ((7, COUPLED), (None, BLOCK)):
         request = GenerationRequest(token_ids=(7,), prediction=(8, 9), sampling=SamplingParams(seed=seed))
-        assert (await prepare(request, toy_tokenizer(), target_info(), None, 0)).acceptance is rule
+        assert (await prepare(request, Served(toy_tokenizer(), target_info(), None, 0))).acceptance is rule

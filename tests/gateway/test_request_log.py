@@ -12,12 +12,12 @@ from support.fakes import ToyDraft, ToyTarget
 from support.gateways import toy_tokenizer
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import InvalidArgument, OutriderError
 from outrider.rpc.logs import JsonFormatter
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 TEXT = "a secret prompt"
 LOGGER = "outrider.gateway.request_log"

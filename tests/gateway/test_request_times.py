@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,12 @@ from support.fakes import ToyDraft
 from support.gateways import gateway
 
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.request import GenerationDelta
-from outrider.gateway.request_times import RequestTimes
+from outrider.gateway.request_record import RequestRecord
+from outrider.gateway.spec_decode_metrics import times_shape
+from outrider.planner.policy import Round
+from outrider.rpc.messages import Commit, StepTimings
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the quick brown fox", "max_tokens": 8},
@@ -23,14 +26,14 @@ NAMES = ["time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_
 
 
 def commit(started: float, ended: float, num_tokens: int, queue_us: int = 0) -> GenerationDelta:
-    timings = SimpleNamespace(timings=SimpleNamespace(queue_us=queue_us))
-    closed: Any = SimpleNamespace(started=started, ended=ended, commit=timings)
-    return GenerationDelta("r", 0, token_ids=(5,) * num_tokens, round=closed)
+    ids = (5,) * num_tokens
+    closed = Round(1, Commit(0, 0, ids, (), timings=StepTimings(queue_us, 0, 0)), 4, started, ended, 0)
+    return GenerationDelta("r", 0, token_ids=ids, round=closed)
 
 
 def test_they_are_those_of_commits() -> None:
-    times = RequestTimes(arrived=10.0)
-    assert times.shape() == dict.fromkeys(NAMES)
+    record = RequestRecord(GenerationRequest(), arrived=10.0)
+    assert times_shape(record) == dict.fromkeys(NAMES)
     for delta in (
         GenerationDelta("r", 0),  # the prompt's log probabilities
         commit(11.0, 13.5, 1, queue_us=500_000),
@@ -38,15 +41,15 @@ def test_they_are_those_of_commits() -> None:
         commit(14.0, 15.5, 1),
         commit(15.5, 90.0, 0),
     ):
-        times.add(delta)
-    assert (times.scheduled, times.first_token, times.last_token, times.num_tokens) == (11.5, 13.5, 15.5, 5)
-    assert times.shape() == dict(zip(NAMES, (2000.0, 2000.0, 1500.0, 500.0, 1.25), strict=True))
+        record.add(delta)
+    assert (record.scheduled, record.first_token, record.last_token, record.num_tokens) == (11.5, 13.5, 15.5, 5)
+    assert times_shape(record) == dict(zip(NAMES, (2000.0, 2000.0, 1500.0, 500.0, 1.25), strict=True))
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
-    times = RequestTimes(arrived=10.0)
-    times.add(commit(11.0, 13.0, 1))
-    assert times.shape() == dict(zip(NAMES, (2000.0, 0.0, 1000.0, None, 0.5), strict=True))
+    record = RequestRecord(GenerationRequest(), arrived=10.0)
+    record.add(commit(11.0, 13.0, 1))
+    assert times_shape(record) == dict(zip(NAMES, (2000.0, 0.0, 1000.0, None, 0.5), strict=True))
 
 
 @pytest.mark.parametrize("path", BODIES)

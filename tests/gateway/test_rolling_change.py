@@ -36,10 +36,8 @@ from support.models import train_byte_level
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
-from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationRequest
-from outrider.gateway.servicer import encode_delta
+from outrider.gateway.request_metrics import measure
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
 from outrider.gateway.speculation.loop import speculate
@@ -47,10 +45,12 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
+from outrider.rpc.generation_codec import encode_delta
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import Server
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 def new_rule(tokens: Sequence[int], prompt_len: int) -> int:
@@ -139,7 +139,8 @@ class Restarted(TargetServicer):
         self._before: TargetServicer | None = before
 
     async def GetTargetInfo(self, request: Any, context: Any) -> Any:
-        answering, self._before = self._before or super(), None
+        answering: Any = self._before or super()
+        self._before = None
         return await answering.GetTargetInfo(request, context)
 
 
@@ -264,11 +265,11 @@ async def test_a_draft_that_loads_other_weights_is_asked_again() -> None:
         tokens = list((await held(rounds)).commit.ids)  # it goes on when somebody reads on
         for digest, num_tokens in (("two", 300), ("three", 200), ("four", 300)):
             toy.info, draft.info_version = draft_info(num_tokens=num_tokens, digest=digest), draft.info_version + 1
-            await until(lambda digest=digest: changes[-1] == digest)  # type: ignore[misc]
-            await until(lambda usable=num_tokens == 300: drafts.usable is usable)  # type: ignore[misc]
+            await until(lambda digest=digest: changes[-1] == digest)
+            await until(lambda usable=num_tokens == 300: drafts.usable is usable)
             assert drafts.replicas[0].num_sequences == 1, "what is open there stays"
             if drafts.usable:
-                await until(lambda digest=digest: drafts.info and drafts.info.model.digest == digest)  # type: ignore[misc]
+                await until(lambda digest=digest: drafts.info and drafts.info.model.digest == digest)
                 await learned(engine, digest)
         async with asyncio.timeout(60):
             tokens += [token async for item in rounds if isinstance(item, Round) for token in item.commit.ids]
@@ -285,13 +286,14 @@ async def held(rounds: AsyncGenerator[Any, None]) -> Round:
 
 async def learned(engine: GenerationEngine, digest: str) -> None:
     """What is learned of a pair is no other pair's."""
-    known = engine._known
+    known = engine.learned
     asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=30))
     for _ in range(2):
         async for _ in engine.generate(asked):
             pass
-        assert engine._known is not None and engine._known is not known and engine._known.pair[1] == digest
-    assert engine._known.stats.acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
+        assert engine.learned is not None and engine.learned is not known and engine.learned.pair[1] == digest
+    assert engine.learned is not None
+    assert engine.learned.of_default[0].acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
 
 
 async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tmp_path: Path) -> None:
@@ -316,7 +318,12 @@ async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
 ) -> None:
     train_byte_level().save(str(tmp_path / "tokenizer.json"))
     profiles: list[Any] = []
-    monkeypatch.setattr(gateway_engine, "VerifyCosts", lambda costs: VerifyCosts(profiles.append(costs) or costs))
+
+    def noted(costs: Any) -> VerifyCosts:
+        profiles.append(costs)
+        return VerifyCosts(costs)
+
+    monkeypatch.setattr(gateway_engine, "VerifyCosts", noted)
     target = ToyTarget()
     engine = GenerationEngine(Tokenizer.load(tmp_path), target, ToyDraft(), EngineConfig(mode="auto"))
     asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=5))
@@ -405,7 +412,8 @@ async def test_failover_to_other_arithmetic_is_marked(second: dict[str, Any], ne
 
 async def test_near_ties_are_told_and_counted() -> None:
     target = ToyTarget(info=target_info(**EXACT))
-    engine = MeteredEngine(toy_tokenizer(), target)
+    engine = GenerationEngine(toy_tokenizer(), target)
+    metrics = measure(engine)
     sampling = SamplingParams(temperature=0.0, max_tokens=20)
     deltas = []
     async for delta in engine.generate(GenerationRequest(token_ids=PROMPT, sampling=sampling)):
@@ -417,7 +425,7 @@ async def test_near_ties_are_told_and_counted() -> None:
     marks = [delta.near_ties for delta in deltas]
     assert not any(marks[:3]) and marks[-1] and marks == sorted(marks)
     assert [delta.model_digest for delta in deltas if delta.model_digest] == ["d1"]
-    text = engine.metrics.render("")[0].decode()
+    text = metrics.render("")[0].decode()
     assert 'outrider_target_failovers_total{output="near_ties"} 1.0' in text
     assert encode_delta(deltas[-1]).near_ties and not encode_delta(deltas[0]).near_ties
     assert extension_shape(join(deltas), False, False) == {"near_ties": True}

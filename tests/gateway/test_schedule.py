@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 from support.fakes import ToyDraft, ToyTarget, expected
 
-from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 
 def test_ranges_are_read() -> None:

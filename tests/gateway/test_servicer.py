@@ -20,8 +20,8 @@ from support.gateways import PROMPT, gateway, ids_of, text_of, toy_tokenizer
 from outrider.client import Client, Part
 from outrider.gateway import servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
-from outrider.gateway.servicer import decode_request
 from outrider.rpc.errors import InvalidArgument, NotFound
+from outrider.rpc.generation_codec import decode_request
 from outrider.rpc.messages import DraftMethod
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
@@ -36,7 +36,7 @@ class OldClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel, self._pool = channel, DescriptorPool()
         for file in FileDescriptorSet.FromString(FIRST_PROTOCOL.read_bytes()).file:
-            self._pool.Add(file)  # type: ignore[no-untyped-call]
+            self._pool.Add(file)
 
     def message(self, name: str) -> Any:
         return GetMessageClass(self._pool.FindMessageTypeByName(f"outrider.v1.{name}"))

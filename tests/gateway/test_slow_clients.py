@@ -19,7 +19,8 @@ from uvicorn.server import ServerState
 
 from outrider.gateway import servicer
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.http import app, shares
+from outrider.gateway.http import hardening, shares
+from outrider.gateway.http import server as http_server
 from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.http.slow_clients import StallProtocol
 from outrider.gateway.servicer import GenerationServicer
@@ -92,7 +93,7 @@ class Clock:
     def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
         timer = (self.now + delay, callback)
         self._timers.append(timer)
-        return SimpleNamespace(cancel=lambda: timer in self._timers and self._timers.remove(timer))
+        return SimpleNamespace(cancel=lambda: self._timers.remove(timer) if timer in self._timers else None)
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
@@ -196,8 +197,8 @@ def others(monkeypatch: pytest.MonkeyPatch) -> str:
 async def test_no_client_s_connections_keep_others_out(others: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter is one's: more are told when to come back, and end. Where there is no room at all, those that are
     connected go on."""
-    monkeypatch.setattr(app, "CONNECTIONS_BESIDE", 8)
-    monkeypatch.setattr(app, "HEAD_S", 60.0)
+    monkeypatch.setattr(http_server, "CONNECTIONS_BESIDE", 8)
+    monkeypatch.setattr(hardening, "HEAD_S", 60.0)
     async with gateway(max_active=2, max_waiting=2) as served, served.client() as client:
         crowd, own = Crowd(served.http.address, others), Crowd(served.http.address, "127.0.0.1")
         connections = served.http._server.server_state.connections

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.environment import START_S
 from support.fakes import TargetServicer, ToyTarget, expected, serving, target_info, until
-from support.gateways import HTTP, METRICS, PROMPT, START_S, announced, running, save_toy_tokenizer, until_serving
+from support.gateways import HTTP, METRICS, PROMPT, announced, running, save_toy_tokenizer, until_serving
 from support.metrics import samples_of
 from support.services import children_of
 
 from outrider.client import Client
 from outrider.gateway import supervisor as module
-from outrider.gateway.__main__ import GatewaySettings
-from outrider.gateway.siblings import Siblings
+from outrider.gateway.processes import GatewayProcess
+from outrider.gateway.settings import GatewaySettings
 from outrider.gateway.supervisor import Supervisor, own_folder
 
 SERVES = """
@@ -42,7 +43,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         settings = GatewaySettings(target=["a:1"], tokenizer=folder, listen="127.0.0.1:9", processes=2, grace_s=1)
-        self.supervisor = Supervisor(settings, [Siblings(index, folder) for index in range(2)])
+        self.supervisor = Supervisor(settings, [GatewayProcess(index, folder) for index in range(2)])
         self.write(0, SERVES)
         self.write(1, SERVES)
 

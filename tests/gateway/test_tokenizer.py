@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.text.control_tokens import control_tokens
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer, make_detokenizer
-from outrider.rpc.errors import Internal
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.words.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{% for message in messages %}\n  {% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n"
@@ -133,7 +133,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
 def test_chat_matches_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    messages = [{"role": "user", "content": "hello", "name": None}, {"role": "assistant", "content": "the end."}]
+    messages: Any = [{"role": "user", "content": "hello", "name": None}, {"role": "assistant", "content": "the end."}]
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(str(folder))
     for opening in (True, False):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
@@ -190,7 +190,7 @@ def test_bad_words_with_and_without_a_space(folder: Path) -> None:
     assert len(the) == len(spaced) == 1
     assert tokenizer.bad_words_ids(["the", "  the"]) == ((the[0],), (spaced[0],)) * 2
     assert tokenizer.bad_words_ids([]) == ()
-    with pytest.raises(ValueError, match="'  ' has no tokens"):
+    with pytest.raises(InvalidArgument, match=r"^sampling\.bad_words: '  ' has no tokens"):
         tokenizer.bad_words_ids(["  "])
 
 

@@ -13,13 +13,13 @@ import pytest
 from support.fakes import EOS
 from support.tools import as_written, tool_tokenizer
 
-from outrider.engine import grammar_source
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec, Matcher
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.text.tools.calls import Tool, join_calls
-from outrider.gateway.text.tools.constraint import JSON_OPTIONS, calls_grammar
+from outrider.gateway.text.tools.constraint import calls_grammar
 from outrider.gateway.text.tools.formats import FORMATS
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 VOCAB = 400
 ADD = Tool(
@@ -165,7 +165,6 @@ def test_calls_or_else_an_answer_of_a_form(
         fits = partial(takes, grammar, tokenizer)
         assert all(map(fits, [*good, call + layout.closing]))
         assert not any(map(fits, [*bad, f"text {call}{layout.closing}", good[0] + call]))
-    assert JSON_OPTIONS == grammar_source.JSON_OPTIONS  # so that an answer is as it is without tools
 
 
 @pytest.mark.parametrize("name", ["json", "llama3_json", "hermes"])

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.counting import CountedText
 
-from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
+from outrider.gateway.text.tools.calls import join_calls
 from outrider.gateway.text.tools.formats import FORMATS, Layout, detect
 from outrider.gateway.text.tools.parser import MAX_CALLS, MAX_HEAD_CHARS, ToolParser
+from outrider.rpc.words.answer import ToolCallDelta
 
 NAMES = frozenset({"get_weather", "add"})
 NUMBERS = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}

@@ -19,7 +19,6 @@ from support.tools import as_written, tool_tokenizer, writes, written
 
 from outrider.client import Client
 from outrider.gateway import engine as gateway_engine
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tools.formats import FORMATS, Layout
 from outrider.gateway.text.tools.parser import Parsed, ToolParser
@@ -27,7 +26,8 @@ from outrider.gateway.text.tools.use import MAX_TOOLS
 from outrider.llm.inputs import chat_prompts
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Failure
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "+", "parameters": PARAMETERS}}
@@ -72,7 +72,7 @@ async def test_calls_come_back_as_calls(name: str, stream: bool) -> None:
     toy = target(name, output_of(name))
     draft = ToyDraft(rule=toy.rule, wrong_every=3)
     async with gateway(toy, draft, tokenizer=tokenizer) as served, served.openai() as client:
-        answer = await client.chat.completions.create(**ASKED, stream=stream)
+        answer: Any = await client.chat.completions.create(**ASKED, stream=stream)
         if stream:
             chunks: list[ChatCompletionChunk] = [chunk async for chunk in answer]
             calls, reason = assembled(chunks)
@@ -144,7 +144,7 @@ async def test_calls_after_reasoning(name: str) -> None:
     toy = target(name, output)
     async with gateway(toy, tokenizer=tool_tokenizer(name)) as served, served.openai() as client:
         for stream in (False, True):
-            answer = await client.chat.completions.create(**{**ASKED, "max_tokens": 300}, stream=stream)
+            answer: Any = await client.chat.completions.create(**{**ASKED, "max_tokens": 300}, stream=stream)
             if stream:
                 deltas = [chunk.choices[0].delta async for chunk in answer]
                 thought = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
@@ -261,7 +261,7 @@ async def test_over_grpc_too_and_resumed() -> None:
 
 async def delivered(client: Client, fields: dict[str, Any], cut: int) -> tuple[str, list[Any]]:
     """What the first `cut` ids gave before the stream broke."""
-    text, calls, num_ids = "", [], 0
+    text, calls, num_ids = "", list[Any](), 0
     async for part in client.generate(**{**fields, "num_draft_tokens": 0}):
         num_ids += len(part.token_ids)
         if num_ids > cut:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry import trace
@@ -25,7 +25,6 @@ from support.models import train_byte_level
 from outrider.client import Client
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.errors import http_status
-from outrider.gateway.request import GenerationRequest, ServerCall
 from outrider.gateway.servicer import CALL, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
@@ -33,9 +32,10 @@ from outrider.planner.policy import MethodShare, Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Commit, Failure, StepTimings
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
-from outrider.rpc.structured import StructuredOutput
 from outrider.rpc.telemetry import setup_tracing
+from outrider.rpc.words.request import GenerationRequest, ServerCall
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = GenerationRequest(
@@ -127,7 +127,7 @@ async def test_spans_of_a_request(tokenizer: Tokenizer) -> None:
     assert root.attributes[names.REQUEST_ID] == "r1"
     assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in rounds)
     assert {span.attributes[names.REQUEST_COMPLETION] for span in rounds if span.attributes} == {0, 1}
-    emitted = sum(int(span.attributes[names.ROUND_EMITTED]) for span in rounds if span.attributes)  # type: ignore[arg-type]
+    emitted = sum(cast(int, span.attributes[names.ROUND_EMITTED]) for span in rounds if span.attributes)
     assert emitted == 40
     parts = [span for span in spans if span not in rounds and span is not root]
     for part in parts:
@@ -259,14 +259,14 @@ async def test_what_a_constraint_did_is_in_the_trace(tokenizer: Tokenizer, trace
     sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_output=StructuredOutput(regex="x"))
     last = [delta async for delta in engine.generate(replace(REQUEST, n=1, sampling=sampling))][-1]
     found = [span.attributes or {} for span in exporter.get_finished_spans()]
-    assert last.tally is not None and last.tally.num_accepted_forced_tokens > 0
+    assert last.speculation is not None and last.speculation.num_accepted_forced_tokens > 0
 
     def total(name: str) -> int:
-        return sum(int(attributes.get(name, 0)) for attributes in found)  # type: ignore[arg-type]
+        return sum(cast(int, attributes.get(name, 0)) for attributes in found)
 
-    assert total(names.ROUND_FORCED) == last.tally.num_forced_tokens == 2 * last.tally.num_rounds
-    assert total(names.ROUND_FORCED_ACCEPTED) == last.tally.num_accepted_forced_tokens
-    assert total(names.ROUND_MASK_US) == 20 * last.tally.num_rounds
+    assert total(names.ROUND_FORCED) == last.speculation.num_forced_tokens == 2 * last.speculation.num_rounds
+    assert total(names.ROUND_FORCED_ACCEPTED) == last.speculation.num_accepted_forced_tokens
+    assert total(names.ROUND_MASK_US) == 20 * last.speculation.num_rounds
     assert found[-1][names.REQUEST_COMPILE_US] == 1500
 
 
@@ -322,7 +322,7 @@ async def test_rounds_after_the_first_ones_are_one_span(tokenizer: Tokenizer, ma
         (len(rounds) - 2 * max_rounds, names.ROUNDS_COUNT),
         (40 - emitted(spans), names.ROUND_EMITTED),
     ):
-        assert sum(int((span.attributes or {})[attribute]) for span in summed) == number  # type: ignore[arg-type]
+        assert sum(cast(int, (span.attributes or {})[attribute]) for span in summed) == number
     assert all((span.attributes or {})[names.ROUNDS_VERIFY_US] > 0 for span in summed)  # type: ignore[operator]
     assert all(span.start_time and span.end_time and span.start_time < span.end_time for span in summed)
 
@@ -355,4 +355,4 @@ async def test_a_request_over_grpc_reaches_a_collector(tokenizer: Tokenizer, mon
 def emitted(spans: tuple[ReadableSpan, ...]) -> int:
     """Tokens of the rounds that have spans of their own."""
     own = [span.attributes or {} for span in spans if span.name == names.SPAN_ROUND]
-    return sum(int(attributes[names.ROUND_EMITTED]) for attributes in own)  # type: ignore[arg-type]
+    return sum(cast(int, attributes[names.ROUND_EMITTED]) for attributes in own)

@@ -27,7 +27,8 @@ from support.models import SMALLEST, save_tiny
 from outrider.draft_service import trial
 from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.engine.checkpoint import read_config, read_tensors
-from outrider.engine.grammar_source import KINDS, GrammarError, GrammarSpec, source_of
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.source import KINDS, GrammarSpec, source_of
 from outrider.engine.models.base import UnsupportedModel
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.protocol import HttpOptions, parse_body, read_chat, read_completion
@@ -39,18 +40,9 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, StreamKind
 from outrider.rpc.errors import InvalidArgument, NotFound, ProtocolError
 from outrider.rpc.frames import FrameAssembler, FramePacker, SequenceTable
-from outrider.rpc.messages import (
-    Close,
-    Closed,
-    Commit,
-    Credit,
-    DraftTokens,
-    Failure,
-    FrameHeader,
-    PromptLogprobs,
-    TokenLogprob,
-)
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, FrameHeader, PromptLogprobs
 from outrider.rpc.vocabulary import TokenizerFile, read_vocabulary
+from outrider.rpc.words.answer import TokenLogprob
 
 MESSAGES = ({"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown", "tool_calls": []})
 
@@ -120,7 +112,7 @@ LIFE: tuple[Any, ...] = (
     Credit(1, 9, 4),
     Commit(1, 4, (5, 6)),
     PromptLogprobs(1, 1, ((TokenLogprob(5, -1.0, 1),),)),
-    Failure(2, 3, "no", "NO_FEATURES", 7),
+    Failure(2, 3, "no", "DOES_NOT_FIT", 7),
     Close(1),
     Closed(1),
 )

@@ -98,18 +98,20 @@ def as_pickle(folder: Path) -> None:
     (folder / WEIGHTS_FILE).unlink()
 
 
-def with_config(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / CONFIG_FILE).write_text(text) and None
+def as_folder(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+    (folder / WEIGHTS_FILE).mkdir()
+
+
+def with_config(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / CONFIG_FILE).write_text(text)
 
 
 MORE = f"{PREFIX}model.layers.1.self_attn.q_proj.lora_A.weight"
-WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (as_pickle, "holds only adapter_model.bin, which is a pickle; allowed: adapter_model.safetensors"),
     "no weights": (lambda folder: (folder / WEIGHTS_FILE).unlink(), "holds no adapter_model.safetensors"),
-    "a folder of weights": (
-        lambda folder: (folder / WEIGHTS_FILE).unlink() or (folder / WEIGHTS_FILE).mkdir(),
-        "holds no adapter_model.safetensors",
-    ),
+    "a folder of weights": (as_folder, "holds no adapter_model.safetensors"),
     "no configuration": (lambda folder: (folder / CONFIG_FILE).unlink(), "holds no adapter_config.json"),
     "a configuration cut off": (with_config('{"peft_type":'), "holds no JSON"),
     "a configuration in a list": (with_config("[]"), "does not hold a JSON object"),
@@ -155,7 +157,7 @@ def test_an_adapter_of_another_base(whole: Path, tmp_path: Path) -> None:
 def test_fields_of_any_kind(folder: Path, base: LoadedModel) -> None:
     """Each field with each odd value: it loads, or is refused."""
     given = json.loads((folder / CONFIG_FILE).read_text())
-    odd = [None, True, -1, 0, 1 << 70, 1.5, "", "x", "(", [], [None], [[]], {}, {"x": None}, {"(": 1}, 1e308]
+    odd: list[Any] = [None, True, -1, 0, 1 << 70, 1.5, "", "x", "(", [], [None], [[]], {}, {"x": None}, {"(": 1}, 1e308]
     for name in given:
         for value in odd:
             (folder / CONFIG_FILE).write_text(json.dumps({**given, name: value}))

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc.aio
 import pytest
@@ -39,8 +39,8 @@ from outrider.gateway.http.protocol import ChatBody, CompletionBody
 from outrider.gateway.http.responses_input import ResponsesBody
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.rpc.errors import Internal, OutriderError
-from outrider.rpc.sampling_params import PARAMETERS
 from outrider.rpc.status import from_rpc_error, from_status
+from outrider.rpc.words.sampling_params import PARAMETERS
 from outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 
 pytestmark = pytest.mark.timeout(900)
@@ -48,7 +48,7 @@ AT_ONCE = 12  # requests
 # A field's name comes first; what no field is to blame for has a reason.
 NAMED = ("[", ".", ": ")
 UNNAMED = {
-    "PROTOCOL_ERROR", "PARENT_GONE", "OTHER_MODEL", "MODEL_NOT_FOUND", "UNKNOWN_METHOD", "NO_FEATURES", "DOES_NOT_FIT",
+    "PROTOCOL_ERROR", "PARENT_GONE", "OTHER_MODEL", "MODEL_NOT_FOUND", "UNKNOWN_METHOD", "DOES_NOT_FIT",
     "CONTEXT_TOO_SHORT", "UNKNOWN_TOKEN", "COMMIT_GAP", "DEADLINE", "NOT_A_PAIR", "RELOADING", "NOT_LOADED",
     "DEADLINE_EXCEEDED", "CALL_ENDED",
 }  # fmt: skip
@@ -72,7 +72,7 @@ async def at_once(cases: Sequence[Item], ask: Callable[[Item], Awaitable[str | N
         return None if problem is None else f"{str(case)[:300]}: {problem}"
 
     problems = [problem for problem in await asyncio.gather(*map(asked, cases)) if problem is not None]
-    assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems[:20])
+    assert cases and not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems[:20])
 
 
 def problem_of(error: OutriderError) -> str | None:
@@ -134,15 +134,16 @@ GOOD, OTHER = 5, 6
 
 def good_open(sequence_id: int) -> Any:
     sampling = generation_pb2.SamplingParams(**{**SAMPLING, "max_tokens": 64})
+    coupled = generation_pb2.ACCEPTANCE_RULE_COUPLED
     return common_pb2.Open(
-        sequence_id=sequence_id, num_prompt_ids=3, prompt_ids=PROMPT, sampling=sampling, acceptance=2, method=""
+        sequence_id=sequence_id, num_prompt_ids=3, prompt_ids=PROMPT, sampling=sampling, acceptance=coupled, method=""
     )
 
 
 PIECE = common_pb2.Piece(
     sequence_id=GOOD, position=4, ids=[7, 8], weights=[{"ids": b"\7\0\0\0", "weights": b"\1\0\0\0"}]
 )
-COMMIT = common_pb2.Commit(sequence_id=GOOD, position=3, ids=[7], origins=[4])
+COMMIT = common_pb2.Commit(sequence_id=GOOD, position=3, ids=[7], origins=[generation_pb2.TOKEN_ORIGIN_PLAIN])
 BASES: dict[str, Any] = {
     "open": good_open(OTHER),
     "open_slice": common_pb2.OpenSlice(sequence_id=GOOD, ids=[4]),
@@ -338,7 +339,7 @@ async def test_queries(unharmed: Deployment) -> None:
 # Bytes that are no message, to every method; and the methods beside the streams.
 GARBAGE = [b"\xff", b"\x0a", b"\x0a\x05x", b"\x0a\x01\xff", b"\x08" + b"\xff" * 20, b"\0" * 64, bytes(range(256))]
 CHANNELS = {"TargetService": "to_target", "DraftService": "to_draft", "GenerationService": "to_gateway"}
-METHODS = {  # with the message that each takes
+METHODS: dict[str, Any] = {  # with the message that each takes
     f"{service.name}/{method.name}": method.input_type
     for file in (target_pb2, draft_pb2, generation_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
@@ -392,7 +393,7 @@ async def test_methods_beside_these(unharmed: Deployment, prove: bool, tmp_path:
             assert problem is None, (method, str(request)[:200], problem)
             if method == LOAD and answers:
                 num_loaded += 1
-                unload = target_pb2.UnloadAdapterRequest(name=request.name)
+                unload = target_pb2.UnloadAdapterRequest(name=cast(Any, request).name)
                 assert await called(unharmed, UNLOAD, unload.SerializeToString()) == ([b""], None)
     info = await called(unharmed, "TargetService/GetTargetInfo", b"")
     assert num_loaded > 5 and not target_pb2.GetTargetInfoResponse.FromString(info[0][0]).adapters

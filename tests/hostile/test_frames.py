@@ -20,13 +20,14 @@ Command = Callable[..., Any]  # an entry of this kind of stream, by the name of 
 Play = Callable[[HandWriter, Command], Awaitable[None]]
 NUM_TOKENS = 48
 WITNESS, BAD = 1, 3
+COUPLED = generation_pb2.ACCEPTANCE_RULE_COUPLED
 LARGE = 9000  # ids; a frame holds 64 KiB
 
 
 def opened(number: int, num_ids: int = 3, **fields: Any) -> Any:
     sampling = generation_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, seed=3, ignore_eos=True)
     ids = {"num_prompt_ids": num_ids, "prompt_ids": [PROMPT[place % 3] for place in range(num_ids)]}
-    return common_pb2.Open(sequence_id=number, sampling=sampling, acceptance=2, **{**ids, **fields})
+    return common_pb2.Open(sequence_id=number, sampling=sampling, acceptance=COUPLED, **{**ids, **fields})
 
 
 def credit(number: int, until: int = 3 + NUM_TOKENS) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 from hostile.entries import Entry, altered, entries
 from hostile.fuzz import most_bytes
+from support.environment import SEED
 
-SEED = int(os.environ.get("TEST_SEED", "0"))
 NAMES = (
     "DraftService frames to the service", "DraftService frames to the gateway", "TargetService frames to the service",
     "TargetService frames to the gateway", "completions", "chat", "responses", "tokenize", "detokenize", "weights",
@@ -44,8 +43,8 @@ def test_the_fuzzer_cuts_no_seed() -> None:
 
 
 def test_another_error_is_no_refusal() -> None:
-    entry = Entry(lambda raw: {}[raw], (b"",), (ValueError,))
+    entry = Entry(dict[bytes, int]().__getitem__, (b"",), (ValueError,))
     with pytest.raises(KeyError):
         entry.tried(b"x")
-    silent = Entry(lambda raw: int(raw) or [].index(1), (b"",), (ValueError,))
+    silent = Entry(lambda raw: int(raw) or list[int]().index(1), (b"",), (ValueError,))
     assert not silent.tried(b"x")

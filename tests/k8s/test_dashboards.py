@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.environment import START_S
 from support.metrics import sample_names
 from support.prometheus import DASHBOARDS, Prometheus, names_in, panels, program, rules, scraping, without_comparison
-from support.services import COMMON, START_S
+from support.services import COMMON, wait_for_draft
 
-from outrider.cli.local_services import Services, wait_for_draft
+from outrider.cli.local_services import Services
 from outrider.cli.serve import METRICS
 from outrider.client import SyncClient
 from outrider.pairs import pair_path
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 PROMPTS = (
     "def parse(path):\n    return",

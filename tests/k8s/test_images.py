@@ -21,12 +21,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.manifests import KUBERNETES, Overlay
-from test_layout import REPOSITORY, ROOTS, imports_of, package_of, sources
+from test_layout import REPOSITORY, ROOTS, WHEELS, imports_of, package_of, sources
 
 from outrider.client import Client
 
 IMAGES = KUBERNETES / "images"
-MODELS = REPOSITORY / "models/outrider/pairs/python"
+MODELS = REPOSITORY / "outrider-pair-python/outrider_pair_python"
 MODULES = {"target": "target_service", "draft": "draft_service", "gateway": "gateway"}
 PARTS = {  # that others have and this one must not
     "target": {"gateway", "draft_service", "cli", "bench", "training"},
@@ -82,7 +82,7 @@ def loaded_by(module: str) -> set[str]:
         if path is not None and path not in found:
             found.add(path)
             ahead += [imported.name for imported in imports_of(path, lazy=False)]
-    return {package_of(path) for path in found}
+    return {{"words": "rpc", "vllm.target": "vllm"}.get(part, part) for part in map(package_of, found)}
 
 
 def depth_of(path: Path) -> int:
@@ -115,7 +115,10 @@ def test_a_lock_has_what_its_extras_ask_for(path: Path) -> None:
     for extra in extras:  # grows by those of our own that an extra asks for
         for requirement in map(Requirement, project["optional-dependencies"][extra]):
             if requirement.name == "outrider":
-                extras += requirement.extras - set(extras)
+                extras += sorted(requirement.extras - set(extras))
+            elif requirement.name == "outrider-vllm":
+                vllm = tomllib.loads((REPOSITORY / "outrider-vllm/pyproject.toml").read_text(encoding="utf-8"))
+                asked += map(Requirement, vllm["project"]["optional-dependencies"]["vllm"])
             elif requirement.marker is None or requirement.marker.evaluate(where):
                 asked.append(requirement)
     assert [str(one) for one in asked if not one.specifier.contains(versions[canonicalize_name(one.name)])] == []
@@ -148,7 +151,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     project = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, project)
-    for root in ROOTS:
+    for root in (name for name in ROOTS if name not in WHEELS):
         shutil.copytree(REPOSITORY / root, project / root, ignore=shutil.ignore_patterns("__pycache__", "results"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "wheelhouse"]

@@ -16,7 +16,7 @@ from support.manifests import KUBERNETES, LEADER, OVERLAYS, Manifest, Overlay, W
 from support.metrics import sample_names
 
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.settings import ServerSettings, load_settings
 from outrider.target_service.settings import TargetSettings
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
@@ -172,18 +172,17 @@ def test_routes_reach_gateways_by_tls(name: str) -> None:
     assert not [port for port in service["spec"]["ports"] if "h2c" in port.get("appProtocol", "")], "that is plaintext"
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_who_comes_by_a_public_route_shows_a_token(name: str) -> None:
+def test_who_comes_by_a_public_route_shows_a_token() -> None:
     """Of a Secret that the overlay does not hold, and that a pod waits for."""
-    overlay = Overlay(name)
-    (workload,) = [one for one in overlay.workloads if one.role == "gateway"]
-    if not overlay.of("HTTPRoute"):
-        return
-    path = settings_of(workload).tokens
-    assert path is not None
-    (mount,) = [one for one in workload.container["volumeMounts"] if one["mountPath"] == str(path.parent)]
-    (volume,) = [one for one in workload.pod["volumes"] if one["name"] == mount["name"]]
-    assert not volume["secret"].get("optional") and not overlay.of("Secret")
+    routed = [overlay for overlay in map(Overlay, OVERLAYS) if overlay.of("HTTPRoute")]
+    assert routed
+    for overlay in routed:
+        (workload,) = [one for one in overlay.workloads if one.role == "gateway"]
+        path = settings_of(workload).tokens
+        assert path is not None, overlay
+        (mount,) = [one for one in workload.container["volumeMounts"] if one["mountPath"] == str(path.parent)]
+        (volume,) = [one for one in workload.pod["volumes"] if one["name"] == mount["name"]]
+        assert not volume["secret"].get("optional") and not overlay.of("Secret"), overlay
 
 
 @pytest.mark.parametrize("name", SECURED)
@@ -402,8 +401,8 @@ def queries_of(overlay: Overlay) -> dict[str, tuple[str, str, float]]:
             if metric["type"] == "External":
                 target = dict(metric["external"]["target"])
                 kind = target.pop("type")
-                (threshold,) = map(str, target.values())
-                amount = float(threshold[:-1]) / 1000 if threshold.endswith("m") else float(threshold)
+                (bound,) = map(str, target.values())
+                amount = float(bound[:-1]) / 1000 if bound.endswith("m") else float(bound)
                 found[queries[metric["external"]["metric"]["name"]]] = (
                     scaler["spec"]["scaleTargetRef"]["name"],
                     kind,

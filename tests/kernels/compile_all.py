@@ -52,11 +52,12 @@ def launch_sampling(prove: bool) -> None:
         verify_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double(), by_block)
     verify_triton.draw(probs.double(), words)
     numbers = rows.int()
-    sampling_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
+    sampling_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers, 16)
     sampling_triton.draft_sample(probs, words, 0.995, 512)
     everything = RowSampling(
         Allowed(rows, rows, torch.zeros(1, VOCAB_SIZE)),
-        *[Entries(rows, rows)] * 2,
+        Entries(rows, rows),
+        Entries(rows, rows),
         bias_values=rows.float(),
         penalties=Penalties(rows, rows, *[rows.float()] * 4),
         token_mask=torch.zeros(ROWS, -(-VOCAB_SIZE // 32), dtype=torch.int32),
@@ -74,7 +75,7 @@ def launch_sampling(prove: bool) -> None:
         sampling_triton.logits_to_probs(probs.to(dtype), RowSampling())
     sampling_triton.logits_to_probs(probs, everything)
     sampling_triton.logits_to_probs(probs, everything, tile=256)  # as many tiles as a row of 128,256 ids has
-    columns = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
+    columns: Any = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
     sampling_triton.logits_to_probs(probs, RowSampling(**columns))
     sampling_triton.greedy_choice(probs, everything)
     sampling_triton.greedy_choice(probs.bfloat16(), RowSampling())

@@ -31,7 +31,7 @@ OPTIONS = [
 ]
 
 
-def make_case(shapes: tuple[tuple[int, int], ...], value_dim: int = VALUE_DIM) -> dict[str, Tensor | tuple[int, ...]]:
+def make_case(shapes: tuple[tuple[int, int], ...], value_dim: int = VALUE_DIM) -> dict[str, Any]:
     """Random sequences in a cache whose every other slot holds NaN."""
     generator = torch.Generator().manual_seed(3)
     blocks = [-(-context // BLOCK) for _, context in shapes]
@@ -58,7 +58,10 @@ def make_case(shapes: tuple[tuple[int, int], ...], value_dim: int = VALUE_DIM) -
     }
 
 
-def naive(case, scale, sliding_window=None, softcap=None, sinks=None, first_key=0):  # type: ignore[no-untyped-def]
+def naive(
+    case: dict[str, Any], scale: float, sliding_window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, first_key: int = 0,
+) -> Tensor:  # fmt: skip
     """One row and one head at a time, in float64."""
     rows = []
     for index, context in enumerate(case["context_lens"]):
@@ -85,7 +88,7 @@ def naive(case, scale, sliding_window=None, softcap=None, sinks=None, first_key=
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-def test_ragged_batch_equals_rows_written_out(options, batch_invariant):  # type: ignore[no-untyped-def]
+def test_ragged_batch_equals_rows_written_out(options: dict[str, Any], batch_invariant: bool) -> None:
     case = make_case(RAGGED)
     out = paged_attention(**case, scale=0.4, batch_invariant=batch_invariant, **options)
     torch.testing.assert_close(out, naive(case, 0.4, **options), atol=2e-6, rtol=1e-5)
@@ -93,27 +96,27 @@ def test_ragged_batch_equals_rows_written_out(options, batch_invariant):  # type
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 7}], ids=lambda options: "-".join(options) or "plain")
-def test_nothing_below_the_first_key_is_seen(options, batch_invariant):  # type: ignore[no-untyped-def]
+def test_nothing_below_the_first_key_is_seen(options: dict[str, Any], batch_invariant: bool) -> None:
     case = make_case(((1, 2), (1, 130), (5, 9), (3, 135), (36, 37), (20, 60)))
     out = paged_attention(**case, scale=0.4, batch_invariant=batch_invariant, first_key=1, **options)
     torch.testing.assert_close(out, naive(case, 0.4, first_key=1, **options), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shapes", [((1, 50),), ((4, 50),), ((50, 50),), ((1, 40), (1, 41)), ((2, 9), (2, 9))])
-def test_batches_of_one_kind(shapes):  # type: ignore[no-untyped-def]
+def test_batches_of_one_kind(shapes: tuple[tuple[int, int], ...]) -> None:
     case = make_case(shapes)
     torch.testing.assert_close(paged_attention(**case, scale=0.3), naive(case, 0.3), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
-def test_values_of_another_size(options):  # type: ignore[no-untyped-def]
+def test_values_of_another_size(options: dict[str, Any]) -> None:
     case = make_case(((3, 20), (1, 5)), value_dim=12)
     out = paged_attention(**case, scale=0.3, **options)
     torch.testing.assert_close(out, naive(case, 0.3, **options), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-def test_batch_invariant_bits_depend_on_nothing_but_the_row(options):  # type: ignore[no-untyped-def]
+def test_batch_invariant_bits_depend_on_nothing_but_the_row(options: dict[str, Any]) -> None:
     case = make_case(((300, 300),))
     whole = paged_attention(**case, scale=0.4, batch_invariant=True, **options)
     for rows, context in ((1, 1), (1, 8), (1, 129), (5, 131), (17, 200), (2, 299), (8, 128)):
@@ -130,8 +133,8 @@ def test_batch_invariant_bits_depend_on_nothing_but_the_row(options):  # type: i
 def test_bfloat16_is_close_to_float32() -> None:
     case = make_case(RAGGED)
     for name in ("query", "key_cache", "value_cache"):
-        case[name] = case[name].bfloat16()  # type: ignore[union-attr]
-    out = paged_attention(**case, scale=0.4)  # type: ignore[arg-type]
+        case[name] = case[name].bfloat16()
+    out = paged_attention(**case, scale=0.4)
     torch.testing.assert_close(out.float(), naive(case, 0.4), atol=2e-2, rtol=2e-2)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compilers
+
 SHARED_MEMORY = {90: 227 << 10, 89: 99 << 10, 80: 163 << 10, 75: 64 << 10}  # bytes that one program may use
 ATTENTION = {  # what serves models, on GPUs that we know
     "attend_kernel", "merge_kernel", "_tree_mask_kernel", "_store_kernel", "_turn_kernel", "_norm_kernel",

@@ -300,7 +300,7 @@ def test_scratch_memory_is_as_large_as_said(
     needed = model._library.decoder_scratch
 
     def guarded(*sizes: ctypes.c_int64) -> int:
-        size = needed(*sizes)
+        size: int = needed(*sizes)
         model._scratch = torch.cat([torch.ones(size), guard])
         seen.append(size)
         return size

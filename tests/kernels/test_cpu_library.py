@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ from outrider.kernels.cpu import decoder as decoder_module
 from outrider.kernels.cpu import library as module
 from outrider.kernels.cpu.decoder import Kind
 
-ON_X86 = build.platform.machine() == "x86_64"
+ON_X86 = platform.machine() == "x86_64"
 ZEN_5 = (
     "fpu sse sse2 avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
     " avx512_vnni"
@@ -80,7 +81,7 @@ def test_what_a_processor_runs(flags: str, names: list[str], tmp_path: Path, mon
 def test_other_machines_have_one_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "CPUINFO", tmp_path / "none")  # as where it is not Linux that runs
     for machine, name in (("aarch64", "c-neon"), ("arm64", "c-neon"), ("riscv64", "c-riscv64")):
-        monkeypatch.setattr(build.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         assert [variant.name for variant in module.wanted_variants("on", module.cpu_features())] == [name]
 
 

@@ -14,15 +14,14 @@ from outrider.kernels.layers.reference import apply_rotary, rms_norm
 
 
 def test_rows_go_to_their_slots_and_others_stay() -> None:
-    key_cache, value_cache = torch.zeros(3, 4, 2, 5), torch.zeros(3, 4, 2, 6)
+    """Over what a block's sequence before left there."""
+    key_cache, value_cache = torch.randn(3, 4, 2, 5), torch.randn(3, 4, 2, 6)
     keys, values = torch.randn(3, 2, 5), torch.randn(3, 2, 6)
-    store_kv(keys, values, key_cache, value_cache, torch.tensor([11, 0, 6]))
+    expected_keys, expected_values = key_cache.clone(), value_cache.clone()
     for row, (block, offset) in enumerate(((2, 3), (0, 0), (1, 2))):
-        assert torch.equal(key_cache[block, offset], keys[row])
-        assert torch.equal(value_cache[block, offset], values[row])
-        key_cache[block, offset] = 0
-        value_cache[block, offset] = 0
-    assert not key_cache.any() and not value_cache.any()
+        expected_keys[block, offset], expected_values[block, offset] = keys[row], values[row]
+    store_kv(keys, values, key_cache, value_cache, torch.tensor([11, 0, 6]))
+    assert torch.equal(key_cache, expected_keys) and torch.equal(value_cache, expected_values)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -36,10 +36,10 @@ def column(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_known_answers_in_torch_and_numpy(counter: list[int], key: list[int], expected: list[int]) -> None:
-    in_torch = philox_rounds(tuple(map(column, counter)), tuple(map(column, key)))
-    assert torch.cat(in_torch).tolist() == expected
-    as_arrays = [np.array([value], dtype=np.int64) for value in (*counter, *key)]
-    assert np.concatenate(philox_rounds(tuple(as_arrays[:4]), tuple(as_arrays[4:]))).tolist() == expected
+    c0, c1, c2, c3, k0, k1 = map(column, (*counter, *key))
+    assert torch.cat(philox_rounds((c0, c1, c2, c3), (k0, k1))).tolist() == expected
+    d0, d1, d2, d3, l0, l1 = (np.array([value], dtype=np.int64) for value in (*counter, *key))
+    assert np.concatenate(philox_rounds((d0, d1, d2, d3), (l0, l1))).tolist() == expected
 
 
 def test_counter_packing_is_the_documented_one() -> None:

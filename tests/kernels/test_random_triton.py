@@ -1,5 +1,6 @@
 """Philox in Triton: the reference's integers, and its noise."""
 
+# mypy: allow-untyped-decorators, disable-error-code="name-defined,no-untyped-def"
 from __future__ import annotations
 
 import pytest
@@ -19,7 +20,8 @@ SEEDS = [0, 0xA4093822_299F31D0, 2**64 - 1]
 def counters(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeds, positions and completions: columns of one table, so not contiguous."""
     rows = [[as_int64(seed), 1000 * row + 2**31 - 2, row] for row, seed in enumerate(SEEDS)]
-    return torch.tensor(rows, device=device).unbind(1)
+    seeds, positions, completions = torch.tensor(rows, device=device).unbind(1)
+    return seeds, positions, completions
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -56,12 +58,11 @@ def test_vocabulary_words_and_noise(triton_device: torch.device, vocab_size: int
         got = philox_triton.vocabulary_words(seeds, positions, on_device, completions, vocab_size, 5, groups)
         noise = philox_triton.exponential_noise(seeds, positions, on_device, completions, vocab_size, groups)
     assert torch.equal(got.cpu(), philox.vocabulary_words(*arguments, draw=5))
+    by_seed = purposes.tolist() if isinstance(purposes, torch.Tensor) else [purposes] * len(SEEDS)
     expected = torch.stack(
         [
-            philox.exponential_noise(*(column[row : row + 1] for column in reference), vocab_size, purpose)[0]
-            for row, purpose in enumerate(
-                purposes.tolist() if isinstance(purposes, torch.Tensor) else [purposes] * len(SEEDS)
-            )
+            philox.exponential_noise(one[:1], one[1:2], one[2:], vocab_size, purpose)[0]
+            for one, purpose in zip(torch.stack(reference, 1), by_seed, strict=True)
         ]
     )
     assert torch.equal(noise.cpu(), expected)

@@ -99,9 +99,11 @@ def pack(rows: list[Row], vocab_size: int = VOCAB_SIZE) -> RowSampling:
     cut = [r for r in every if rows[r].top_k or rows[r].top_p < 1]
     counted = [(r, token, count) for r in every for token, count in rows[r].counts]
     owners = [rows[r] for r, _, _ in counted]
+    places = torch.tensor([(r, token) for r, token, _ in counted])
     penalties = (
         Penalties(
-            *torch.tensor([(r, token) for r, token, _ in counted]).unbind(1),
+            places[:, 0],
+            places[:, 1],
             torch.tensor([float(count) for _, _, count in counted]),
             torch.tensor([row.repetition for row in owners]),
             torch.tensor([row.presence for row in owners]),
@@ -156,7 +158,7 @@ LOGITS = st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=VOCAB_SIZE, 
 
 
 @given(st.lists(st.tuples(LOGITS, ROWS), min_size=1, max_size=4), st.sets(TOKENS, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equals_the_reference(cases: list[tuple[list[float], Row]], banned: set[int]) -> None:
     rows = [
         replace(row, banned=tuple(banned) if set(row.allowed or range(VOCAB_SIZE)) - banned else ()) for _, row in cases
@@ -263,7 +265,7 @@ def draft_words(count: int, position: int = 0) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 32767), min_size=1, max_size=5), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_draw_is_the_floor_of_an_exact_product(weights: list[int], number: int) -> None:
     point, expected = sum(weights) * number >> 64, 0
     while point >= sum(weights[: expected + 1]):
@@ -396,28 +398,34 @@ BLOCK = 4
 CONTEXTS = [0, 1, 4, 7, 8, 0]  # tokens with the next one; 0 is padding
 
 
-def state(device: torch.device | str) -> list[torch.Tensor]:
+def state(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tables = torch.arange(6 * 5, dtype=torch.int32).view(6, 5) + 100
     lens = torch.tensor(CONTEXTS, dtype=torch.int32)
     positions = (lens - 1).clamp(min=0)
     slots = tables.gather(1, (positions // BLOCK).long()[:, None]).squeeze(1) * BLOCK + positions % BLOCK
     columns = (positions, slots.masked_fill(lens == 0, -1), lens, tables)
-    return [column.to(device, torch.int32) for column in columns]
+    positions, slots, lens, tables = (column.to(device, torch.int32) for column in columns)
+    return positions, slots, lens, tables
 
 
-@pytest.mark.parametrize("passes", [0, 1, 3])
-def test_positions_slots_and_lengths(passes: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = torch.tensor([passes], dtype=torch.int32)
+ENDS = [0, 9, 9, 7, 8, 0]  # the fourth and the fifth have no place for another token
+
+
+def test_positions_slots_and_lengths(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a sequence has no place left it stands still, as often as it is moved, and nothing is stored."""
+    ends = torch.tensor(ENDS, dtype=torch.int32)
     expected = state("cpu")
-    advance(*expected, ran, BLOCK)
-    positions, slots, lens, tables = expected
-    moved = 1 if passes else 0
-    for index, length in enumerate(CONTEXTS):
-        at = length - 1 + moved
-        wanted = (at, int(tables[index, at // BLOCK]) * BLOCK + at % BLOCK, length + moved) if length else (0, -1, 0)
-        assert (int(positions[index]), int(slots[index]), int(lens[index])) == wanted
+    for moved in (1, 2):
+        advance(*expected, ends, BLOCK)
+        positions, slots, lens, tables = expected
+        for index, (length, end) in enumerate(zip(CONTEXTS, ENDS, strict=True)):
+            at = min(length - 1 + moved, end) if length else 0
+            slot = int(tables[index, at // BLOCK]) * BLOCK + at % BLOCK if at < end else -1
+            assert (int(positions[index]), int(slots[index])) == (at, slot)
+            assert int(lens[index]) == (min(length + moved, end) if length else 0)
     monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
     found = state(triton_device)
-    advance(*found, ran.to(triton_device), BLOCK)
+    for _ in range(2):
+        advance(*found, ends.to(triton_device), BLOCK)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)

@@ -6,6 +6,8 @@ Draft draws in Triton: the reference's tokens, ids and integer weights, bit for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernels.test_sampling import Row, pack
@@ -46,7 +48,7 @@ ROWS = [
 
 
 def on_device(sampling: RowSampling, device: torch.device) -> RowSampling:
-    def moved(value: object) -> object:
+    def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
         if value is None:
@@ -249,7 +251,8 @@ def test_rows_without_a_cut_are_left_alone(triton_device: torch.device) -> None:
     probs = laws(70)["usual"].repeat(4, 1)
     got = poisoned(probs, triton_device)
     cut = Truncation(
-        *(torch.tensor(c, device=triton_device) for c in ([1, 3], [2, 2])),
+        torch.tensor([1, 3], device=triton_device),
+        torch.tensor([2, 2], device=triton_device),
         torch.ones(2, dtype=torch.float64, device=triton_device),
     )
     probs_triton.truncate(got, cut, torch.tensor([False, False, False, True], device=triton_device), tile=16)

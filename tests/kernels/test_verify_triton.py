@@ -42,7 +42,7 @@ def check(
     on_device = Windows(*(getattr(windows, name).to(device) for name in Windows.__slots__))
     entries = DraftWeights(*(poisoned(getattr(weights, name), device) for name in DraftWeights.__slots__))
     with poisoned_allocations():
-        got = rejection_triton.accept(
+        got: tuple[Tensor, Tensor] = rejection_triton.accept(
             *(poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(uniforms, device)),
             *(blocks, flags, 16, 16),
         )
@@ -206,9 +206,10 @@ def test_the_race_draws_its_noise_from_the_counters(triton_device: torch.device,
         got = coupled_triton.coupled_draw(
             poisoned(probs, triton_device), *table.to(triton_device).unbind(1), Purpose.DRAFT, groups
         )
-    assert got.tolist() == coupled_draw(probs, *table.unbind(1), Purpose.DRAFT).tolist()
+    seeds, positions, completions = table.unbind(1)
+    assert got.tolist() == coupled_draw(probs, seeds, positions, completions, Purpose.DRAFT).tolist()
     if vocab_size > 16:
-        assert got.tolist() != coupled_draw(probs, *table.unbind(1), Purpose.BONUS).tolist()
+        assert got.tolist() != coupled_draw(probs, seeds, positions, completions, Purpose.BONUS).tolist()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from outrider.llm.backends import speculation_options
 from outrider.llm.local import LocalBackend
 from outrider.rpc.errors import Internal, Unavailable
 from outrider.rpc.messages import DraftMethod
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 NINE_GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -188,7 +188,7 @@ def threads() -> list[threading.Thread]:
 
 def peers_of(made: LLM) -> Any:
     assert isinstance(made._backend, LocalBackend)
-    return made._backend.services
+    return made._backend.target, getattr(made._backend.draft, "service", None)
 
 
 def test_close_ends_the_threads(tiny_pair: TinyPair) -> None:

@@ -16,22 +16,17 @@ from support.pairs import TinyPair
 from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.llm.arguments import FIXED, EngineArguments, take_speculation
 from outrider.llm.backends import speculation_options
-from outrider.llm.config import MISSING, SpeculativeConfig
+from outrider.llm.config import MISSING, REFUSED, SpeculativeConfig
 from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import params_per_prompt
 from outrider.llm.validation import fixed_fields
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
-SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
-# Values that are right, of fields that take no number.
-RIGHT: dict[str, Any] = {
-    "rejection_sample_method": "fly",
-    "synthetic_acceptance_rates": [0.9, 0.8, 0.7, 0.6, 0.5], "synthetic_acceptance_length": 2.5, "fly_window_size": 3,
-    "fly_entropy_top_k": 3,
-}  # fmt: skip
+RIGHT: dict[str, Any] = {"rejection_sample_method": "fly"}  # of a field that takes some texts alone
 
 
 def config(**fields: Any) -> SpeculativeConfig:
@@ -74,21 +69,16 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"disable_by_batch_size": 2.5}, "disable_by_batch_size"),
         ({"rejection_sample_method": "typical"}, "rejection_sample_method"),
-        ({"rejection_sample_method": "synthetic"}, "needs one of"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 5, "synthetic_acceptance_length": 2.0}, "needs one of"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 4}, "never rise"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.4, 0.3, 0.2]}, "never rise"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [1.1, 0.6, 0.4, 0.3, 0.2]}, "never rise"),
-        (SYNTHETIC | {"synthetic_acceptance_length": 6.5}, r"1 to num_speculative_tokens \+ 1"),
-        ({"rejection_sample_method": "fly", "fly_window_size": 5}, "fly_window_size must be less"),
         ({"use_heterogeneous_vocab": True}, "for draft models"),
         ({"quantization": "int8"}, "quantization='int8' is for draft models"),
-        ({"draft_confidence": 1.5}, r"draft_confidence must be a number in \[0, 1\]"),
+        *(
+            ({name: high + 0.5}, rf"{name} must be a number in \[{low}, {high}\]")
+            for name, (low, high) in DRAFT_OPTIONS.items()
+        ),
         ({"parallel_drafting": True}, "parallel_drafting is for draft models, not for method 'ngram'"),
         ({"method": "medusa", "model": "x", "parallel_drafting": True}, "for draft models, not for method 'medusa'"),
         ({"method": "eagle3", "model": "x", "quantization": "int8"}, "quantization='int8' is for draft models"),
         ({"method": "eagle3", "model": "x", "use_heterogeneous_vocab": True}, "for draft models"),
-        (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
         (DRAFT | {"speculative_token_tree": "[(0, 0)]"}, r"has \(0, 0\) without \(0,\)"),
@@ -147,7 +137,8 @@ def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
     assert method(tmp_path) == "dflash"
     for read in (SpeculativeConfig.supported, speculation_options):
         with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
-            assert read({"method": "qwen3_next_mtp"}).method == "mtp"  # type: ignore[operator]
+            options = read({"method": "qwen3_next_mtp"})
+        assert options is not None and options.method == "mtp"
 
 
 def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
@@ -350,7 +341,7 @@ def test_a_model_that_is_no_path() -> None:
         SpeculativeConfig.supported({"model": ["a"], "num_speculative_tokens": 5})
 
 
-@pytest.mark.parametrize("name", sorted(fixed_fields(SpeculativeConfig)))
+@pytest.mark.parametrize("name", sorted(REFUSED | fixed_fields(SpeculativeConfig)))
 def test_fields_that_do_not_act_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         config(**DRAFT | {name: RIGHT.get(name, "x")}).require_supported()
@@ -440,19 +431,19 @@ def test_a_gpus_memory_is_shared_out(tiny_pair: TinyPair, monkeypatch: pytest.Mo
     import torch
 
     from outrider.engine.loader import load_model
-    from outrider.llm import local
+    from outrider.llm import memory
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 << 20, 1000 << 20))
     arguments = EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.5})
-    left = local._cache_bytes(arguments, "cuda", 20 << 20)
+    left = memory.cache_bytes(arguments, "cuda", 20 << 20)
     assert left == (500 - 300 - 50 - 20) << 20
     with pytest.raises(ValueError, match="leaves no memory"):
-        local._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
+        memory.cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
     target, draft = load_model(tiny_pair.target), load_model(tiny_pair.draft)  # two layers and one
     per_layer = 2 * 2 * 16 * 4 * 16
-    assert local._num_blocks(target, None, 10 * per_layer, arguments) == 5
-    assert local._num_blocks(target, draft, 10 * per_layer, arguments) == 3
-    assert local._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
+    assert memory.num_blocks(target, None, 10 * per_layer, arguments) == 5
+    assert memory.num_blocks(target, draft, 10 * per_layer, arguments) == 3
+    assert memory.num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
 
 
 def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.pairs import TinyPair
 
-from outrider.llm import LLM, SpeculativeConfig, Unsupported
+from outrider.llm import LLM, SpeculativeConfig, Unsupported, services
 from outrider.llm import local as local_module
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.engine_choice import OURS, VLLM, beyond_ours, choose_engine, require_vllm_can, vllms_own
@@ -101,7 +102,7 @@ def test_what_ours_refuses_goes_to_vllm(
         assert settings.engine == "vllm" and settings.model == folder
         raise ValueError("as far as this test goes")
 
-    monkeypatch.setattr(local_module, "start_engine", refuse)
+    monkeypatch.setattr(services, "engine_of", lambda name: SimpleNamespace(start_engine=refuse))
     with pytest.raises(ValueError, match="as far as this test goes"):
         LLM(folder)
     assert "the target runs on vLLM" in caplog.text and "made_up" in caplog.text

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from support.models import hf_logits, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 import outrider.llm
-from outrider.gateway.request import GenerationDelta
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
@@ -40,10 +39,13 @@ from outrider.llm import (
 from outrider.llm.backends import Job
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
-from outrider.rpc.messages import Commit, Credit, Open, TokenLogprob
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.messages import Commit, Credit, Open
+from outrider.rpc.words.answer import GenerationDelta, TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 from outrider.target_service import engine as target_engine
+from outrider.target_service.sequence import admit
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 
@@ -267,7 +269,7 @@ def test_drafts_that_are_unsure_end_early(tiny_pair: TinyPair, temperature: floa
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
     found = []
     for confidence in (0.0, 1.0):  # at 1 every draft ends behind its first token
-        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, "draft_confidence": confidence}
+        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, **dict.fromkeys(DRAFT_OPTIONS, confidence)}
         with LLM(tiny_pair.target, threads=1, speculative_config=config, acceptance="coupled") as made:
             (output,) = made.generate([[5, 6, 7]], params, **QUIET)
             values: Any = {metric.name: metric for metric in made.get_metrics()}
@@ -460,7 +462,8 @@ def test_chat_shows_tools_and_gives_text(llm: LLM) -> None:
         '<|tool|>add: {"type": "object"}<|user|>hi<|assistant|>add(7)<|tool|>8',
         '<|tool|>add: {"type": "object"}<|user|>hi',
     ]
-    for nothing in (None, []):
+    nothings: tuple[list[Any] | None, ...] = (None, [])
+    for nothing in nothings:
         (without,) = llm.chat(talk[:1], greedy, tools=nothing, **options)
         assert without.prompt == "<|user|>hi"
     (own,) = llm.chat(talk[:1], greedy, tools=tools, **QUIET)  # the checkpoint's template knows of none
@@ -497,12 +500,15 @@ def test_running_ahead_changes_no_token(tiny_pair: TinyPair, mode: str) -> None:
 def test_vllms_name_of_block_verification(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds for requests with a seed of their own, too; what LLM says comes before it."""
     seen = []
-    admit = target_engine.admit
-    monkeypatch.setattr(
-        target_engine, "admit", lambda opened, *rest: seen.append(opened.acceptance) or admit(opened, *rest)
-    )
+
+    def noted(opened: Any, *rest: Any) -> Any:
+        seen.append(opened.acceptance)
+        return admit(opened, *rest)
+
+    monkeypatch.setattr(target_engine, "admit", noted)
     config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3, "rejection_sample_method": "block"}
     params = [SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=1, max_tokens=16, seed=7)]
+    options: Any
     for options, rule in (({}, AcceptanceRule.BLOCK), ({"acceptance": "coupled"}, AcceptanceRule.COUPLED)):
         with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config, **options) as made:
             ids = ids_of(made.generate([[4, 5, 6]] * 2, params, **QUIET))
@@ -534,7 +540,7 @@ def test_what_is_not_there_says_why(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
     for name in ("prompt_adapter_request", "logits_processor"):
         with pytest.raises(Unsupported, match=name):
-            llm.generate(["the"], params, **{name: object()}, **QUIET)
+            llm.generate(["the"], params, **cast(Any, {name: object()}), **QUIET)
     with pytest.raises(Unsupported, match="beam_search"):
         llm.beam_search(["the"], params)
     assert not hasattr(llm, "encode") and not hasattr(llm, "no_such_method")
@@ -573,7 +579,7 @@ class Recorded:
 
 
 async def test_credit_is_cut_and_never_falls() -> None:
-    inner, size, events = Recorded(), [1], []
+    inner, size, events = Recorded(), [1], list[Any]()
     drafter = ScheduledDrafter(inner, BatchSchedule.of(4, 8, [(1, 1, 4), (2, 3, 2), (4, 8, 1)]), lambda: size[0])
     link = drafter.open(Open(0, (1, 2, 3), WireSampling()), events.append)
     assert link is not None
@@ -652,7 +658,7 @@ def test_single_ids_are_scored_along_the_prompt(tiny_pair: TinyPair) -> None:
     for_all = replace(scored, prompt_logprob_token_ids=[3, 10], prompt_logprob_start=3)
     with LLM(tiny_pair.target, max_logprobs=-1, threads=1) as made:
         every = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
-        rows = made.generate(prompt, every, **QUIET)[0].prompt_logprobs
+        rows: Any = made.generate(prompt, every, **QUIET)[0].prompt_logprobs
         assert rows is not None
         for params, start, lists in ((scored, 2, asked), (for_all, 3, [[3, 10]] * 2)):
             output = made.generate(prompt, params, **QUIET)[0]
@@ -669,8 +675,8 @@ def test_single_ids_are_scored_along_the_prompt(tiny_pair: TinyPair) -> None:
 
 def test_a_long_prompts_log_probabilities_come_in_slices() -> None:
     builder = OutputBuilder("r", Prompt(None, (5, 6, 7)), SamplingParams(prompt_logprobs=1), None)
-    for rows in (((), (TokenLogprob(6, -1.0, 2),)), ((TokenLogprob(7, -2.0, 1), TokenLogprob(9, -3.0, 2)),)):
-        builder.add(GenerationDelta("r", 0, prompt_logprobs=rows))
+    for part in (((), (TokenLogprob(6, -1.0, 2),)), ((TokenLogprob(7, -2.0, 1), TokenLogprob(9, -3.0, 2)),)):
+        builder.add(GenerationDelta("r", 0, prompt_logprobs=part))
     rows = builder.output.prompt_logprobs
     assert rows is not None and rows[0] is None
     assert [list(row) for row in rows[1:] if row is not None] == [[6], [7, 9]]

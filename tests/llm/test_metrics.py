@@ -11,7 +11,7 @@ from support.pairs import TinyPair
 
 from outrider.llm import LLM, Counter, Gauge, Histogram, SamplingParams, Vector
 from outrider.llm.metrics import SpeculationLog
-from outrider.planner.policy import SpeculationTally
+from outrider.rpc.words.answer import SpeculationStats
 
 SPEC = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
@@ -85,15 +85,15 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         now = 9.0
         line.add(
-            SpeculationTally(num_drafts=4, num_draft_tokens=8, num_accepted_tokens=3, accepted_per_position=[2, 1])
+            SpeculationStats(num_drafts=4, num_draft_tokens=8, num_accepted_tokens=3, num_accepted_per_position=(2, 1))
         )
         assert not caplog.messages
         now = 10.0
         line.add(
-            SpeculationTally(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2, accepted_per_position=[1, 1])
+            SpeculationStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2, num_accepted_per_position=(1, 1))
         )
         now = 20.0
-        line.add(SpeculationTally(num_rounds=3))  # nothing was drafted: nothing is said
+        line.add(SpeculationStats(num_rounds=3))  # nothing was drafted: nothing is said
     assert caplog.messages == [
         "SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 0.50 tokens/s, Drafted throughput: "
         "1.00 tokens/s, Accepted: 5 tokens, Drafted: 10 tokens, Per-position acceptance rate: 0.600, 0.400, Avg Draft "

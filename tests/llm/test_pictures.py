@@ -17,7 +17,7 @@ from support.models import train_byte_level
 from support.pictures import SEEING, data_url, drawn, picture, seeing
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.media import MediaLimits, MediaSource
+from outrider.gateway.media import MediaLimits
 from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
@@ -26,6 +26,7 @@ from outrider.llm.engine_choice import sees
 from outrider.llm.inputs import parse_prompts
 from outrider.llm.pictures import parts_of, pictures_of
 from outrider.rpc.media import look_at
+from outrider.rpc.words.request import MediaSource
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -50,7 +51,8 @@ def test_lists_arrays_and_other_modes() -> None:
     one, other = pictures_of({"image": [array, drawn(4, 4).convert("CMYK")]})
     assert np.array_equal(np.asarray(opened(one)), array)
     assert opened(other).mode == "RGB" and opened(other).size == (4, 4)
-    for nothing in (None, {}, {"image": None}, {"image": []}):
+    nothings: tuple[dict[str, Any] | None, ...] = (None, {}, {"image": None}, {"image": []})
+    for nothing in nothings:
         assert pictures_of(nothing) == ()
     for wrong, error in (
         ({"video": 1}, Unsupported),

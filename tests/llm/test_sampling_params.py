@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
 from outrider.llm.sampling_params import NO_BOUND, REFUSED, reasoning_options, to_wire
-from outrider.rpc.sampling_params import LogprobsMode
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 
 DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -95,7 +95,7 @@ def test_a_value_of_another_kind_names_field_value_and_what_is_allowed(name: str
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_is_not_there(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
-        SamplingParams(**{name: True})
+        SamplingParams(**cast(Any, {name: True}))
 
 
 def test_unknown_fields_raise() -> None:
@@ -110,12 +110,13 @@ def test_positional_arguments_are_named_in_errors() -> None:
     with pytest.raises(ValueError, match="n must be an integer of at least 1, got 0"):
         SamplingParams(0)
     with pytest.raises(TypeError, match=f"SamplingParams takes {len(fields(SamplingParams))} arguments, got 60"):
-        SamplingParams(*[1] * 60)
+        SamplingParams(*cast(Any, [1] * 60))
 
 
 def test_values_that_are_taken_in_other_forms() -> None:
     """One text is a list of one, numpy's numbers are numbers, any list of ids is one."""
-    assert SamplingParams(bad_words="abc").bad_words == SamplingParams(bad_words=("abc",)).bad_words == ["abc"]
+    of_tuple = SamplingParams(bad_words=("abc",))  # type: ignore[arg-type]
+    assert SamplingParams(bad_words="abc").bad_words == of_tuple.bad_words == ["abc"]
     of_numpy = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), allowed_token_ids=np.array([1, 2]))  # type: ignore[arg-type]
     assert of_numpy.allowed_token_ids == [1, 2] and wire(of_numpy).seed == 3
     assert type(of_numpy.temperature) is float and type(of_numpy.seed) is int

@@ -17,8 +17,8 @@ from support.gateways import save_thinking
 from outrider.llm import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.llm.sampling_params import to_wire, with_guided
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import LogprobsMode
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.structured import StructuredOutput
 
 
 class Colour(BaseModel, extra="forbid"):
@@ -70,7 +70,7 @@ def test_exactly_one_kind() -> None:
     with pytest.raises(ValueError, match=r"You must use one kind .* none are specified"):
         StructuredOutputsParams()
     assert GuidedDecodingParams.from_optional(json=None, backend="auto") is None
-    both = {
+    both: Any = {
         "structured_outputs": StructuredOutputsParams(regex="a"),
         "guided_decoding": GuidedDecodingParams(regex="a"),
     }
@@ -91,7 +91,8 @@ def test_exactly_one_kind() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_names_the_field(name: str, value: Any, allowed: str) -> None:
-    others = {} if name in ("json", "structural_tag", "regex", "grammar", "choice", "json_object") else {"json": SCHEMA}
+    kinds = ("json", "structural_tag", "regex", "grammar", "choice", "json_object")
+    others: dict[str, Any] = {} if name in kinds else {"json": SCHEMA}
     with pytest.raises(ValueError, match=f"^{name} .*{allowed}.*, got "):
         StructuredOutputsParams(**others, **{name: value})
 

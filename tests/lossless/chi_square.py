@@ -12,7 +12,7 @@ from lossless.statistics import BONUS, Array, Draws, Pair, Setting, draw, exact_
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
 
 LEAST_EXPECTED = 5.0
 MAX_PAIRS = 4096  # cells of a joint law: a wide vocabulary has too many

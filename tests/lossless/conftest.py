@@ -6,6 +6,7 @@ first test, in a process of its own, and in the one worker that runs that file."
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lossless.plain import PlainOutputs
@@ -19,7 +20,7 @@ def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
     """Decodes all prompts of the tests that were asked for, in their order."""
     with PlainOutputs() as outputs:
         for item in request.session.items:
-            params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
             for name in WORKS:
                 if name in params:
                     arithmetic, work = params[name]

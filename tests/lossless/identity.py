@@ -26,13 +26,13 @@ from support.fakes import until
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
-from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
+from outrider.draft_service.observer import DraftEngineCommand as DraftCommand
 from outrider.draft_service.sequence import Sink
 from outrider.draft_service.servicer import DraftServicer
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import Worker
+from outrider.engine.worker import DeviceWorker
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
@@ -42,14 +42,15 @@ from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
-from outrider.rpc.sampling_params import TokenOrigin
 from outrider.rpc.server import Server
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.words.sampling_params import TokenOrigin
 from outrider.target_service import boot
 from outrider.target_service.boot import TargetService, build
 from outrider.target_service.scheduler import ScheduledSequence
+from outrider.target_service.sequence import TargetSequence
 from outrider.target_service.settings import TargetSettings
 
 Level = tuple[str, Any]  # a factor and its value
@@ -209,9 +210,9 @@ class StepWatch:
         scheduler = service.engine.scheduler
         plan = scheduler.plan
 
-        def watched_plan(now: float) -> list[ScheduledSequence]:
+        def watched_plan(ready: Sequence[TargetSequence]) -> list[ScheduledSequence]:
             self.most_open = max(self.most_open, len(scheduler.sequences))
-            entries = plan(now)
+            entries = plan(ready)
             self.most_in_step = max(self.most_in_step, len(entries))
             self.chunks += sum(not entry.samples for entry in entries)
             return entries
@@ -272,7 +273,7 @@ class Draft:
 
     server: Server
     engine: DraftEngine
-    thread: Worker[DraftCommand]
+    thread: DeviceWorker[DraftCommand]
     cache: KVCacheManager
     watch: CacheWatch
     pieces: DraftWatch
@@ -289,13 +290,13 @@ class Draft:
 def build_draft(loaded: LoadedModel, num_blocks: int, vocabularies: Mapping[str, JoinedVocabulary]) -> Draft:
     """With all methods; a model with a mask token drafts in parallel."""
     by_model = "draft_model" if loaded.mask_token_id is None else "pard"
-    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), by_model, vocabularies)
+    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), by_model, dict(vocabularies))
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
     suffix = SuffixProposer(suffix_decoding_max_spec_factor=9, suffix_decoding_min_token_prob=0)
     methods = make_methods([method, NgramProposer(*NGRAM), PredictionProposer(), suffix])
     engine = DraftEngine(methods, flush=outboxes.flush)
     pieces.watch(engine)
-    thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
+    thread: DeviceWorker[DraftCommand] = DeviceWorker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, tuple(map(DraftMethod, methods)))
     servicer = DraftServicer(thread, outboxes, info)
@@ -328,7 +329,7 @@ class Services:
         await until(lambda: not self.target.engine.scheduler.sequences)
         await until(lambda: not self.draft.engine.sequences)
         for pool in (self.target.engine.cache.pool, self.draft.cache.pool):
-            await until(lambda pool=pool: pool.num_free == pool.num_blocks)  # type: ignore[misc]  # released last
+            await until(lambda pool=pool: pool.num_free == pool.num_blocks)  # released last
             pool.check_integrity()  # with no table left
 
 

@@ -25,14 +25,14 @@ VOCAB_SIZE, NUM_DRAFTED = 4, 2
 LENGTH = NUM_DRAFTED + 1
 PARTS = 16  # of a target's probabilities
 TARGET_SIXTEENTHS = [(8, 4, 2, 2), (4, 4, 8, 0), (1, 3, 5, 7), (0, 6, 4, 6), (2, 2, 2, 10), (9, 0, 7, 0)]
-FULL_WEIGHTS = [(1, 1, 2, 4), (4, 2, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1)]
-TRUNCATED_WEIGHTS = [(4, 4, 0, 0), (0, 2, 2, 4), (4, 0, 2, 2), (0, 0, 0, 8)]
-ONE_HOT_WEIGHTS = [(8, 0, 0, 0), (0, 0, 8, 0), (0, 8, 0, 0), (0, 0, 0, 8)]
+FULL_WEIGHTS: list[Weights] = [(1, 1, 2, 4), (4, 2, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1)]
+TRUNCATED_WEIGHTS: list[Weights] = [(4, 4, 0, 0), (0, 2, 2, 4), (4, 0, 2, 2), (0, 0, 0, 8)]
+ONE_HOT_WEIGHTS: list[Weights] = [(8, 0, 0, 0), (0, 0, 8, 0), (0, 8, 0, 0), (0, 0, 0, 8)]
 
 Tokens = tuple[int, ...]
 Weights = tuple[int, ...]  # of every id, what a draft draws from
 Law = dict[Tokens, Fraction]
-Target = Callable[[Tokens], Sequence[Fraction]]
+Target = Callable[..., Sequence[Fraction]]  # behind tokens
 Vector = tuple[Sequence[int], Sequence[int]] | None
 Send = Callable[[Weights, int], Vector]  # what is sent of the weights, and of the token drawn from them
 AcceptRule = Callable[[Tensor, Windows, Tensor, DraftWeights, Tensor], tuple[Tensor, Tensor]]
@@ -77,7 +77,7 @@ Continuation = Callable[[Ending, Tokens], Tokens]  # what the target attends to,
 
 
 def context_index(context: Tokens, count: int) -> int:
-    return sum((token + 1) * 7**place for place, token in enumerate(context)) % count
+    return int(sum((token + 1) * 7**place for place, token in enumerate(context)) % count)
 
 
 @cache

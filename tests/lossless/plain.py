@@ -42,7 +42,7 @@ from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import as_int64, exponential_noise
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.rpc.messages import Credit, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 300
 # Two layers at least: with one, cached keys and values would not depend on what stands before their token.
@@ -253,8 +253,8 @@ def plain_scores(prompt: Prompt, output: Sequence[int], loaded: LoadedModel) -> 
     scores = adjust_logits(logits, assemble([SamplingRows(sampler)]))[0].double()
     if prompt.sampling.greedy:
         return scores
-    place = [torch.tensor([number]) for number in (as_int64(prompt.seed), len(context), 0)]
-    noise = exponential_noise(*place, loaded.vocab_size)[0].double()  # [vocab]
+    seed, place, completion = (torch.tensor([number]) for number in (as_int64(prompt.seed), len(context), 0))
+    noise = exponential_noise(seed, place, completion, loaded.vocab_size)[0].double()  # [vocab]
     return scores / prompt.sampling.temperature - noise.log()
 
 

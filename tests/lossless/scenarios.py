@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,7 +24,8 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
 from outrider.kernels.random import reference as philox
-from outrider.kernels.random.reference import Purpose
+from outrider.kernels.random.reference import Purpose, exponential_noise
+from outrider.kernels.verify.reference import accept
 from outrider.proposers import drawing
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open
 from outrider.target_service import verifier
@@ -33,11 +33,6 @@ from outrider.target_service.sequence import TargetSequence
 
 Forward = Callable[[Sequence[BatchEntry]], Tensor]
 FRESH_BLOCKS = 16
-
-
-def seen(bug: object) -> AbstractContextManager[Any]:
-    """Around the checks of a scenario: with its bug put in, one of them must fail."""
-    return pytest.raises(AssertionError) if bug else nullcontext()
 
 
 class FreshPrefill:
@@ -127,7 +122,7 @@ def poison(runner: ModelRunner, cache: KVCacheManager, sequences: Callable[[], I
 
     def run(forward: Forward, entries: Sequence[BatchEntry]) -> Tensor:
         pool = cache.pool
-        free = [b for b in range(pool.num_blocks) if pool.references(b) == 0 and not pool.is_cached(b)]
+        free = [b for b in range(pool.num_blocks) if pool.references(b) == 0 and b not in pool._key_of]
         slots = [block * cache.block_size + offset for block in free for offset in range(cache.block_size)]
         for sequence in sequences():
             end = len(sequence.block_table) * cache.block_size
@@ -156,7 +151,7 @@ def check_writes(runner: ModelRunner, cache: KVCacheManager) -> list[int]:
         assert changed <= rows, "slots were written that are no row's of this pass"
         for block in {slot // cache.block_size for slot in rows}:
             assert cache.pool.references(block) == 1, f"block {block} is written and not owned alone"
-            assert not cache.pool.is_cached(block), f"block {block} is written and findable"
+            assert block not in cache.pool._key_of, f"block {block} is written and findable"
         num_written.append(len(changed))
         return logits
 
@@ -288,7 +283,7 @@ def run_rounds(
     raise AssertionError("the sequences never ended")
 
 
-def forced(reference: Sequence[int], prompt_len: int, accepted: Callable[[int], int]) -> DraftFn:
+def forced(reference: Sequence[int], prompt_len: int, accepted: Callable[..., int]) -> DraftFn:
     """Drafts of which exactly `accepted(round)` tokens are the reference's, then one that is not."""
     rounds = iter(range(10_000))
 
@@ -475,10 +470,8 @@ class CounterLog:
         monkeypatch.setattr(philox, "_grouped_words", listen)
 
     def _listen_to_uses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        noise, accept = engine_random.exponential_noise, verifier.accept
-
         def listen_noise(seeds: Tensor, positions: Tensor, completions: Tensor, vocab: int, purpose: Any) -> Tensor:
-            rows = noise(seeds, positions, completions, vocab, purpose)
+            rows = exponential_noise(seeds, positions, completions, vocab, purpose)
             for row, *key in zip(rows, seeds.tolist(), positions.tolist(), completions.tolist(), strict=True):
                 seed, position, completion = key
                 groups = range(-(-vocab // 4))

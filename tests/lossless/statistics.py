@@ -14,15 +14,14 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.environment import SEED
+from support.environment import SEED, START_S
 from support.heads import save_guess
 from support.models import letters_backend, tiny_hf_model
-from support.services import START_S
 
 from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options
@@ -37,8 +36,8 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Arithmetic, Credit, DraftInfo, DraftTokens, ModelInfo, Open, TargetEvent, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
 from outrider.rpc.vocabulary import TokenizerFile, has_tokenizer
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 
@@ -107,7 +106,6 @@ EACH = [
     WITH_PENALTIES,
 ]
 EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
-TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=1_250)
 MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
 REENCODED = Setting("re-encoded", draft="reencoded", long=TOKENS_20K)
@@ -294,8 +292,8 @@ async def draft_in_process(model: Path, **more: Any) -> AsyncIterator[DraftServi
 
 @asynccontextmanager
 async def changed_all_the_time(draft: DraftService, folders: Sequence[Path]) -> AsyncIterator[list[int]]:
-    """While in it, a draft's model is now this one, now that: `outrider reload` without the loading, which would leave
-    few changes between the tokens of a piece. Gives how many sequences each has met."""
+    """While in it, a draft's model is now this one, now that: `outrider admin reload` without the loading, which
+    would leave few changes between the tokens of a piece. Gives how many sequences each has met."""
     settings = DraftSettings(model=folders[0], cache_mb=16, max_rows=MAX_ROWS)
     builds = [model_builder(settings, folder, runner_options(settings)) for folder in folders]
     methods, met = [build()[0] for build in builds], list[int]()
@@ -508,19 +506,19 @@ def exact_law(logits: Array, prompt: Sequence[int], output: Sequence[int], sampl
         descending = np.argsort(-law, kind="stable")
         num_kept = int(np.searchsorted(np.cumsum(law[descending]), sampling.top_p)) + 1
         law[descending[num_kept:]] = 0
-    return law / law.sum()
+    return cast(Array, law / law.sum())
 
 
 def of_position(laws: Sequence[Array], position: int) -> Array:
     """The law of the token at a position by itself, [vocab]."""
     joint = _joint(laws, position + 1)
-    return joint.sum(axis=tuple(range(position)))
+    return cast(Array, joint.sum(axis=tuple(range(position))))
 
 
 def of_pair(laws: Sequence[Array], position: int) -> Array:
     """The joint law of the tokens at a position and the next one, [vocab, vocab]."""
     joint = _joint(laws, position + 2)
-    return joint.sum(axis=tuple(range(position)))
+    return cast(Array, joint.sum(axis=tuple(range(position))))
 
 
 def _joint(laws: Sequence[Array], length: int) -> Array:

@@ -45,7 +45,7 @@ def plain(target: LoadedModel, folders: dict[str, Path], prompts: list[tuple[str
         harness = TargetHarness.of(target, adapters=resident)
         if name:
             adapter = load_adapter(folders[name], target.model, target.digest)
-            harness.engine.add_adapter(Adapter(name, adapter.digest, adapter.rank), resident.prepare(adapter))
+            harness.engine.adapters.table.add(Adapter(name, adapter.digest, adapter.rank), resident.prepare(adapter))
         outputs.append(harness.decode_plain(0, replace(prompt.open("draft_model"), adapter=name)))
     return outputs
 
@@ -67,11 +67,11 @@ async def test_tokens_are_plain_decodings(folders: dict[str, Path], coupled: boo
     prompts = [(NAMES[n % 4], make_prompt(n % 3, coupled, NUM_TOKENS)) for n in range(8)]  # some have equal texts
     expected = plain(target, folders, prompts)
     options: dict[str, Any] = {"adapter": [f"{name}={folder}" for name, folder in folders.items()], "max_adapters": 2}
-    sizes = {"num_blocks": 60, "draft_blocks": 200, "max_rows": 40, "cut_windows": True}
+    sizes: Any = {"num_blocks": 60, "draft_blocks": 200, "max_rows": 40, "cut_windows": True}
     async with asyncio.timeout(120), serving(target, draft_model(), {}, **sizes, **options) as services:
         done = await asyncio.gather(*(decoded(services, *prompt, POLICIES[mode]) for prompt in prompts))
         await services.check_blocks()
-        assert services.target.engine.num_adapter_swaps >= 3
+        assert services.target.engine.adapters.num_swaps >= 3
     assert [ids for ids, _ in done] == expected
     assert sum(accepted for _, accepted in done) > 10, "drafts of the base hold now and then"
     assert len({tuple(ids) for ids in expected}) == len(prompts), "texts of equal prompts differ by their adapters"

@@ -7,8 +7,9 @@ Vocabularies of 128k ids that are all equally probable: ties everywhere, and sum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import inf, nan
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.engines import opened
 from support.kernels import Vector, packed
 from torch import Tensor
 
+from outrider.engine.random import RandomSource
 from outrider.kernels.random.reference import exponential_noise
 from outrider.kernels.sampling.reference import MAX_ENTRIES, draft_sample, greedy_choice, logits_to_probs
 from outrider.kernels.types import DraftWeights, RowSampling, Truncation, Windows
@@ -28,7 +30,7 @@ from outrider.kernels.verify.reference import (
     first_argmax,
 )
 from outrider.rpc.messages import TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.outputs import VerifiedWindow
 from outrider.target_service.scheduler import ScheduledSequence
@@ -73,13 +75,13 @@ def verdict_of(
     scheduled = ScheduledSequence(target, 2, 1, len(logits), window, True, len(logits))
     verifier = HostVerifier(VOCAB_SIZE)
     table = torch.tensor([(word,) * 3] * len(logits) if isinstance(word, int) else word)  # [positions, 3]
-    verifier._words = Forced(table[:, :, None].repeat(1, 1, 4))
-    verifier._noise = Forced(torch.ones(len(logits), VOCAB_SIZE))
-    (verified,) = verifier.verify(torch.tensor(logits), [scheduled])
+    verifier._words = cast(RandomSource, Forced(table[:, :, None].repeat(1, 1, 4)))
+    verifier._noise = cast(RandomSource, Forced(torch.ones(len(logits), VOCAB_SIZE)))
+    (verified,) = verifier.launch(torch.tensor(logits), [scheduled]).read()
     return verified
 
 
-EVEN = ((0, 1), (1, 1))  # the weights of a draft that is sure of two tokens
+EVEN: Vector = ((0, 1), (1, 1))  # the weights of a draft that is sure of two tokens
 # The row that judges the token, the token and its weights; then what is committed for the least words and the greatest.
 CASES: dict[str, tuple[list[float], int, Vector, tuple[int, ...], tuple[int, ...]]] = {
     "target probability 0": ([0.0, -inf, 0.0, -inf], 1, EVEN, (2,), (2,)),
@@ -146,7 +148,7 @@ def test_what_cannot_be_sampled_is_an_error_where_it_counts(vector: Vector, word
 @pytest.mark.parametrize("bad", [[nan, 0.0, 0.0, 0.0], [-inf] * 4], ids=["NaN", "nothing is allowed"])
 def test_in_a_block_a_row_counts_that_is_reached(bad: list[float]) -> None:
     refused, kept = [-inf, -inf, -inf, 0.0], [0.0, -inf, -inf, -inf]
-    for vectors in ([EVEN, EVEN], [None, EVEN], [EVEN, None], [None, None]):
+    for vectors in map(list[Vector], product((EVEN, None), repeat=2)):
         for behind in ([bad, FLAT], [FLAT, bad], [bad, bad]):
             judging = verdict_of([refused, *behind], [0, 0], vectors, LEAST, "block")
             assert (judging.invalid, judging.ids) == (False, (3,))

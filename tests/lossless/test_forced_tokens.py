@@ -19,7 +19,6 @@ from lossless.law import (
     endings_of,
     law_of,
     proposals_of,
-    target_law,
 )
 from lossless.scenarios import prompt_of, target_model
 from support.engines import (
@@ -34,9 +33,10 @@ from support.engines import (
     speculate,
 )
 
-from outrider.engine.grammar import GrammarSpec
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import StructuredOutput, TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
+from outrider.rpc.words.structured import StructuredOutput
 
 SCHEMA = json.dumps(
     {
@@ -92,17 +92,6 @@ def test_the_joint_law_is_the_targets_with_forced_tokens_behind_drafted_ones(num
     proposals = with_forced(num_drafted)
     assert any(len(one.ids) > num_drafted for one in proposals)
     assert distance(law_of(endings_of(proposals))) == 0
-
-
-def test_a_forced_token_that_is_committed_unseen_is_found() -> None:
-    endings = endings_of(with_forced(1))
-    unseen = [
-        replace(one, num_accepted=len(one.proposal.ids), weights=tuple(map(float, target_law(one.proposal.ids))))
-        if one.num_accepted == 1 and len(one.proposal.ids) == 2
-        else one
-        for one in endings
-    ]
-    assert distance(law_of(unseen)) > 0
 
 
 # The engine.

@@ -29,9 +29,10 @@ from support.engines import (
 )
 from support.models import ascii_backend
 
-from outrider.engine.grammar_trial import TrialFailed
-from outrider.rpc.messages import Close, Credit, DraftTokens, Open, Reasoning
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, StructuredOutput
+from outrider.engine.grammar.trial import TrialFailed
+from outrider.rpc.messages import Close, Credit, DraftTokens, Open
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.target_service.grammars import Grammars
 
 SCHEMA = json.dumps(

@@ -32,10 +32,9 @@ from outrider.engine import random as engine_random
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.kernels.random.reference import Purpose
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import NUMBER_BITS
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service import verifier
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
@@ -266,33 +265,8 @@ def as_asked(purpose: Purpose, position: int, draw: int) -> Key:
     return purpose, position, draw
 
 
-def without(*purposes: Purpose) -> Scheme:
-    """Counters that hold the position alone."""
-    return lambda purpose, position, draw: (purpose, position, 0 if purpose in purposes else draw)
-
-
-def chain_number_alone(purpose: Purpose, position: int, draw: int) -> Key:
-    return purpose, position, draw % (1 << NUMBER_BITS)
-
-
 @pytest.mark.parametrize("play", [in_turn, running_ahead, resumed], ids=lambda play: play.__name__)
 def test_joint_law_is_plain_decodings(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     law = law_of(play, as_asked, monkeypatch)
     assert sum(law.values()) == 1
     assert distance(law, target_law, LENGTH) == 0
-
-
-@pytest.mark.parametrize(
-    ("play", "scheme"),
-    [
-        pytest.param(in_turn, without(Purpose.ACCEPT), id="coins by position"),
-        pytest.param(in_turn, without(Purpose.DRAFT), id="draws by position"),
-        pytest.param(in_turn, without(Purpose.DRAFT, Purpose.ACCEPT), id="both by position"),
-        pytest.param(running_ahead, without(Purpose.DRAFT), id="draws by position, running ahead"),
-        pytest.param(resumed, chain_number_alone, id="draws by chain number, resumed"),
-    ],
-)
-def test_counters_that_meet_again_are_seen(play: Play, scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    gap = distance(law_of(play, scheme, monkeypatch), target_law, LENGTH)
-    print(f"{float(gap):.1e}")
-    assert gap > 0

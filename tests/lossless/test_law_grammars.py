@@ -11,14 +11,15 @@ from functools import cache
 from itertools import product
 
 import pytest
-from lossless.law import PARTS, VOCAB_SIZE, Ending, Tokens, context_index, distance, endings_of, law_of, proposals_of
+from lossless.law import PARTS, VOCAB_SIZE, Tokens, context_index, distance, endings_of, law_of, proposals_of
 from lossless.test_law import HONEST_DRAFTS
 from lossless.test_law_blocks import accept_by_block, with_coins
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from outrider.engine.grammar import GrammarCompiler, GrammarSpec, Matcher
-from outrider.engine.token_masks import allowed_ids
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
+from outrider.engine.grammar.masks import allowed_ids
+from outrider.engine.grammar.source import GrammarSpec
 
 REGEX, LETTERS, END = "(ab*c|ba?)+", "abc", 3
 PATTERNS = {1: (16,), 2: (4, 12), 3: (4, 8, 4), 4: (8, 4, 2, 2)}  # sixteenths of what is allowed
@@ -106,43 +107,3 @@ def test_it_forbids_something() -> None:
     plain = masked(lambda context: set(range(VOCAB_SIZE)))
     assert sum(CONSTRAINED(())[token] > 0 for token in range(VOCAB_SIZE)) == 2
     assert distance(law_of(endings_of(DRAFTS["one-hot"], target=plain), target=plain), CONSTRAINED) > Fraction(1, PARTS)
-
-
-def test_a_mask_that_is_late_by_one_row_is_seen(matcher: Matcher) -> None:
-    right = along_the_window(matcher)
-    law = masked(lambda context: right(context[:-1]))
-    assert distance(law_of(endings_of(DRAFTS["integer weights"], target=law), target=law), CONSTRAINED) > 0
-
-
-def test_masks_without_rollback_are_seen(matcher: Matcher) -> None:
-    """Rows of the next window begin behind all that was drafted before."""
-    right = along_the_window(matcher)
-    law, target = masked(right), masked(right)
-
-    def attended(ending: Ending, tokens: Tokens) -> Tokens:
-        return ending.proposal.ids if ending.refused is not None else tokens
-
-    found = law_of(endings_of(DRAFTS["integer weights"], target=law), attended=attended, target=target)
-    assert distance(found, CONSTRAINED) > 0
-
-
-def test_a_state_taken_from_drafted_tokens_is_seen(matcher: Matcher) -> None:
-    """The refused token counts in the place of the target's own."""
-    law = masked(along_the_window(matcher))
-
-    def attended(ending: Ending, tokens: Tokens) -> Tokens:
-        place = ending.num_accepted if ending.refused is not None else None
-        return tokens if place is None else (*tokens[:place], ending.proposal.ids[place], *tokens[place + 1 :])
-
-    found = law_of(endings_of(DRAFTS["integer weights"], target=law), attended=attended, target=law)
-    assert distance(found, CONSTRAINED) > 0
-
-
-def test_a_matcher_that_stays_behind_a_window_is_seen(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in the product: what a walk consumed is not given back."""
-    other = matcher.copy()
-    right = allowed_ids(other.masks(())[0], VOCAB_SIZE)
-    with monkeypatch.context() as patch:
-        patch.setattr(Matcher, "_back", lambda *_: None)
-        other.masks((0, 1), first=1)
-        assert allowed_ids(other.masks(())[0], VOCAB_SIZE) != right

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 from support.schemas import SEED, Schema, make_schemas
 
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.llm import LLM
 from outrider.pairs import pair_path
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 K = 4
 PROMPT = "value = "
@@ -66,7 +66,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def schemas(prove: bool) -> list[Schema]:
     print(f"schemas of seed {SEED}")
-    return make_schemas(1000 if prove else 30)
+    return make_schemas(1000 if prove else 16)
 
 
 def test_the_script_makes_schemas(schemas: list[Schema]) -> None:
@@ -132,6 +132,6 @@ async def read(backend: Any, request: GenerationRequest) -> Written:
         text="".join(part.text for part in parts),
         ids=tuple(token for part in parts for token in part.token_ids),
         ended=last.finish_reason is FinishReason.STOP,
-        num_rounds=last.tally.num_rounds,
-        num_accepted=last.tally.num_accepted_tokens,
+        num_rounds=last.speculation.num_rounds,
+        num_accepted=last.speculation.num_accepted_tokens,
     )

@@ -26,9 +26,9 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.llm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.messages import Close, Commit, Credit, DraftEvent, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 
 PROMPT = (11, 12, 13, 14)
 LIKELIER = Fraction(7, 10)
@@ -131,13 +131,6 @@ async def test_each_call_has_the_targets_law(
     drafting: Callable[[], Drafting], rule: AcceptanceRule, fresh: list[bool]
 ) -> None:
     assert await shares(drafting(), rule, fresh) == [LIKELIER] * NUM_CALLS
-
-
-@pytest.mark.parametrize("drafting", [AtService, AtGateway])
-async def test_a_draft_that_recalls_what_its_seed_said_is_seen(drafting: Callable[[], Drafting]) -> None:
-    """As if each were the gateway's own, which does not come again."""
-    found = await shares(drafting(), AcceptanceRule.REJECTION, [True] * NUM_CALLS)
-    assert found == [LIKELIER, Fraction(82, 100), LIKELIER, Fraction(82, 100), LIKELIER]
 
 
 async def test_what_a_store_file_brings_is_recalled_for_no_such_seed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lossless.chi_square import LEAST_P, p_values
 from lossless.statistics import BY_BLOCK, MODEL_SEED, TEMPERATURE_1, VOCAB, Setting, draw, exact_laws, target_in_process
 from support.fakes import serving
 from support.models import tiny_hf_model
+from support.proofs import on_a_diagonal
 from support.scripted_drafts import Hostile, HostileServicer, Send, packed
 
 from outrider.kernels.random.reference import Purpose, as_int64, words
@@ -73,16 +74,18 @@ async def least_p(script: Script, setting: Setting, model: Model, at_target: boo
     return min(p_values(draws, exact_laws(model.hf, setting.prompt, setting.params, setting.depth)).values())
 
 
-@pytest.mark.parametrize("setting", [TEMPERATURE_1, BY_BLOCK], ids=lambda setting: setting.name)
-@pytest.mark.parametrize(
-    ("script", "at_target", "at_gateway"),
-    [(lies, True, False), (lies, False, True), (peeks, False, True)],
-    ids=["lies, the target knows", "lies, the gateway knows", "peeks, the gateway knows"],
-)
-async def test_the_law_is_the_targets(
-    script: Script, at_target: bool, at_gateway: bool, setting: Setting, model: Model
-) -> None:
-    assert await least_p(script, setting, model, at_target, at_gateway) > LEAST_P
+SCRIPTS: dict[str, tuple[Script, bool, bool]] = {
+    "lies, the target knows": (lies, True, False),
+    "lies, the gateway knows": (lies, False, True),
+    "peeks, the gateway knows": (peeks, False, True),
+}
+SETTINGS = {setting.name: setting for setting in (TEMPERATURE_1, BY_BLOCK)}
+
+
+@pytest.mark.parametrize(("script", "setting"), on_a_diagonal(list(SCRIPTS), list(SETTINGS)))
+async def test_the_law_is_the_targets(script: str, setting: str, model: Model) -> None:
+    how, at_target, at_gateway = SCRIPTS[script]
+    assert await least_p(how, SETTINGS[setting], model, at_target, at_gateway) > LEAST_P
 
 
 @pytest.mark.parametrize(("script", "at_target"), [(lies, False), (peeks, True)])

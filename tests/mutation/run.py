@@ -1,5 +1,6 @@
 """Every mutant of `mutants.py` is killed by its test: `make mutants [ARGS="--only kernels"]`. Each runs in a copy of
-the tree in which its line stands, in a folder of its own; what is installed comes after the copy on the path."""
+the tree in which its line stands, in a folder of its own; what is installed comes after the copy on the path, which is
+asked first: else no fault would be in what a test imports."""
 
 from __future__ import annotations
 
@@ -23,19 +24,39 @@ FAILED = 1  # pytest's status where a test failed; others say that none ran
 TIMEOUT_S = 600
 
 
-def fails(copy: Path, test: str) -> bool:
-    """Whether the test fails in that copy of the tree. RuntimeError if it did not run."""
+def run_in(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, with that copy's roots before what is installed."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider", test]
-    done = subprocess.run(
-        command,
+    path = os.pathsep.join(str(part.parent) for part in sorted(copy.glob("*/outrider")))
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=copy,
-        env=os.environ | quiet | {"PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | quiet | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the tree, to put mutants in."""
+    return Path(shutil.copytree(REPOSITORY, folder, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True))
+
+
+def ask_path(copy: Path) -> None:
+    """RuntimeError if what the mutants are in is not what a copy's tests import."""
+    modules = sorted({mutant.file.split("/", 1)[1].removesuffix(".py").replace("/", ".") for mutant in MUTANTS})
+    asked = f"import importlib; print(*(importlib.import_module(name).__file__ for name in {modules}), sep='\\n')"
+    done = run_in(copy, "-c", asked)
+    elsewhere = [file for file in done.stdout.splitlines() if not Path(file).is_relative_to(copy)]
+    if done.returncode or elsewhere:
+        raise RuntimeError(f"imported from elsewhere: {elsewhere}\n{done.stderr}")
+
+
+def fails(copy: Path, test: str) -> bool:
+    """Whether the test fails in that copy of the tree. RuntimeError if it did not run."""
+    done = run_in(copy, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider", test)
     if done.returncode not in (0, FAILED):
         raise RuntimeError(f"{test}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == FAILED
@@ -54,7 +75,7 @@ def survives(copy: Path, mutant: Mutant) -> bool:
 
 def run_all(mutants: Sequence[Mutant], copy: Path) -> list[str]:
     """What is wrong, a line each, in a copy that is made for it."""
-    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    ask_path(copied(copy))
     found = [f"fails without a mutant: {test}" for test in sorted({m.killed_by for m in mutants}) if fails(copy, test)]
     for mutant in mutants:
         alive = survives(copy, mutant)

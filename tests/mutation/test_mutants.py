@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mutation.mutants import MUTANTS, Mutant
+from mutation.run import copied, survives
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,4 +29,9 @@ def test_it_can_be_made(mutant: Mutant) -> None:
 
 
 def test_there_are_many() -> None:
-    assert len(MUTANTS) == len(set(MUTANTS)) >= 30
+    assert len(MUTANTS) == len(set(MUTANTS)) >= 60
+
+
+def test_one_is_found_in_what_a_copy_imports(tmp_path: Path) -> None:
+    (mutant,) = (each for each in MUTANTS if each.killed_by.endswith("::test_coins_lie_on_their_grid"))
+    assert not survives(copied(tmp_path / "copy"), mutant)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ PAIR_BYTES = 28_000_000
 HEAD_BYTES = 20_000_000
 TARGET_LOSS = 3.3  # nats per token
 TURN_TOKENS = ["<|user|>", "<|assistant|>"]
-SMALL_EXPANSION = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
+SMALL_EXPANSION: dict[str, Any] = {
+    "hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,8 @@ def load(folder: Path) -> PreTrainedModel:
 
 def test_a_message_of_calls_alone_is_an_empty_one(pair: PairPaths) -> None:
     """The pair makes no calls; a conversation that another model has begun is taken all the same."""
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    call: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages: Any = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     for folder in (pair.target, pair.draft, pair.pard):
         text = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
         assert text == "<|user|>go<|assistant|><|endoftext|>" == Tokenizer.load(folder).render_chat(messages, False)
@@ -167,6 +170,7 @@ def test_expansion_is_written_as_a_folder_that_loads(
 def test_expansion_refuses_sizes_that_cannot_hold_the_model(pair: PairPaths) -> None:
     config = json.loads((pair.target / "config.json").read_text())
     state = load_file(pair.target / "model.safetensors")
+    sizes: Any
     for sizes in ({"hidden_size": 64}, {"num_layers": 2}, {"num_kv_heads": 1, "num_heads": 4}, {"num_heads": 9}):
         with pytest.raises(ValueError):
             expand_llama(config, state, **sizes)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
-from outrider.planner.crowd import Crowd, Machines
+from outrider.planner.crowd import Machines, VirtualFleet
 from outrider.planner.estimates import StepTime
 from outrider.planner.policy import Mode
 from outrider.planner.virtual_services import MAX_ROWS, DraftQuality
@@ -28,7 +28,7 @@ AT_MOST = 0.15
 
 def cells(repository: Path) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
     """Blocks of one stream, their cells, and the time of a plain step in milliseconds."""
-    result = json.loads((repository / "bench/results/network" / MEASURED).read_text(encoding="utf-8"))
+    result = json.loads((repository / "outrider-bench/results/network" / MEASURED).read_text(encoding="utf-8"))
     found = []
     for block in result["blocks"]:
         if block["batch"] == 1:
@@ -68,7 +68,7 @@ COSTS = ((1, 25e3), (64, 30e3), (MAX_ROWS, 80e3))
 PASSES = ((1, 2e3), (128, 3e3), (MAX_ROWS, 8e3))
 
 
-def crowd_of(streams: int, modes: tuple[Mode, ...], k: int | None, targets: int = 1, drafts: int = 1) -> Crowd:
+def crowd_of(streams: int, modes: tuple[Mode, ...], k: int | None, targets: int = 1, drafts: int = 1) -> VirtualFleet:
     crowd = new_crowd(Machines(COSTS, PASSES, DraftQuality(0.75), 0.0005, targets, drafts))
     crowd.add(gateway_loop(COSTS, modes, k), streams, spread_s=0.02)
     return crowd

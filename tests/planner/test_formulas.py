@@ -66,6 +66,13 @@ def test_forms_meet_a_simulation() -> None:
     assert late["branches"] / tokens["branches"] == pytest.approx(branches(given, away, 0.8, 14.0), rel=0.01)
 
 
+def test_the_floor_is_a_verification_for_every_wrong_token() -> None:
+    """Three of four drafted tokens hold, and a verification of four takes 14.4 ms: one in four tokens pays it."""
+    assert floor(costs(4, 0.75)) == pytest.approx(3.6)
+    assert floor(costs(10, 0.9)) == pytest.approx(1.5)
+    assert floor(costs(4, 0.0)) == pytest.approx(14.4) and floor(costs(4, 1.0)) == 0.0
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
 def test_nothing_beats_the_floor(acceptance: float) -> None:
     for k in range(1, 13):

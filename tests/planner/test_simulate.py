@@ -6,7 +6,7 @@ import random
 
 from support.environment import SEED
 
-from outrider.planner.simulate import Clock, Device, Direction
+from outrider.planner.simulate import Clock, Device, OneWayLink
 
 
 def test_events_run_in_the_order_of_their_times() -> None:
@@ -26,7 +26,7 @@ def test_events_run_in_the_order_of_their_times() -> None:
 def test_a_link_keeps_the_order_of_what_it_carries() -> None:
     clock, dice, arrived = Clock(), random.Random(SEED), list[tuple[int, float]]()
     delays = [dice.uniform(0.0, 1.0) for _ in range(100)]
-    link = Direction(clock, iter(delays).__next__)
+    link = OneWayLink(clock, iter(delays).__next__)
     for number in range(100):
         link.send(lambda number=number: arrived.append((number, clock.now)), after=0.5)  # type: ignore[misc]
     clock.run(10.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.planner.virtual_services import DraftedChain, DraftQuality, DraftStream, TargetStream, Text
+from outrider.planner.virtual_services import DraftQuality, DraftStream, SimulatedChain, TargetStream, Text
 from outrider.rpc.messages import Commit, DraftTokens
 
 
@@ -67,12 +67,12 @@ def draft(ranks: str) -> DraftStream:
     """Of a text with these ranks, after five tokens, with credit for a window of four and the next."""
     text = Text(DraftQuality(0.5), 0)
     text._ranks[:] = [0] * 5 + [int(rank) for rank in ranks]
-    stream = DraftStream(replies()[1], text, 5, DraftedChain(0, 5, 5, 5))
+    stream = DraftStream(replies()[1], text, 5, SimulatedChain(0, 5, 5, 5))
     stream.until, stream.window, stream.max_branches = 14, 4, 2
     return stream
 
 
-def grow(stream: DraftStream, chain: DraftedChain, count: int) -> None:
+def grow(stream: DraftStream, chain: SimulatedChain, count: int) -> None:
     for _ in range(count):
         stream.draw(chain)
 

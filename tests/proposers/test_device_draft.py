@@ -15,13 +15,16 @@ from support.engines import DraftHarness, commit, credit, naive, new_open
 from support.kernels import interpreter
 from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
+from outrider.draft_service import boot
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
 from outrider.rpc.messages import DraftEvent, DraftTokens, Open, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreter"]
+
+pytestmark = pytest.mark.compilers
 
 LIMITS = StepLimits(max_rows=8, max_sequences=8, max_query_len=2)
 PROMPT = list(range(5, 17))  # with a window a block is full
@@ -106,6 +109,7 @@ def test_the_tokens_are_the_hosts(
     there = build_decoder(config, state, dtype="float32", device="cuda")
     monkeypatch.setattr(engines, "tiny_draft", lambda *_: there)
     monkeypatch.setattr(engines, "RunnerOptions", partial(RunnerOptions, LIMITS))
+    monkeypatch.setattr(boot, "measure_steps", lambda *_: ())  # which waits for the device, too
     draft, lines, committed = play(requests, branches)
     waits = len(gpu.waits) if gpu is not None else 0
     assert draft.method.proposer._chains is not None

@@ -13,7 +13,7 @@ from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
 VOCAB_SIZE = LOADED.vocab_size
@@ -70,7 +70,7 @@ def test_rows_that_are_not_finite_draw_nothing(rule: DraftRule, value: float) ->
 
     rows = [drafts.rows(prompt, rule) for prompt in PROMPTS[:3]]
     expected = Drafts().proposer.step([Drafts().rows(prompt, rule) for prompt in PROMPTS[:1]])
-    drafts.proposer.runner.forward = broken  # type: ignore[method-assign, assignment]
+    drafts.proposer.runner.forward = broken  # type: ignore[method-assign]
     first, second, third = drafts.proposer.step(rows)
     assert first == expected[0] and second == [] and len(third) == 1
     assert len(rows[1].sequence) == 2 and rows[1].sequence.num_computed_tokens == 1

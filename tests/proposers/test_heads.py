@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ class PlainMedusa(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         found = []
         for head in self.heads:
-            *blocks, output = head  # type: ignore[misc]
+            *blocks, output = cast(nn.ModuleList, head)
             hidden = x
             for block in blocks:
                 hidden = hidden + F.silu(block(hidden))
@@ -148,9 +148,10 @@ class PlainSpeculator(nn.Module):
         self.proj = nn.ModuleList(
             nn.Linear(HIDDEN if i == 0 else INNER, INNER, bias=False) for i in range(2 if tied else HEADS)
         )
-        self.ln = nn.ModuleList(nn.LayerNorm(INNER) for _ in range(count))  # for its weight and bias
+        norms = [nn.LayerNorm(INNER) for _ in range(count)]
+        self.ln = nn.ModuleList(norms)  # for its weight and bias
         self.head = nn.ModuleList(nn.Linear(INNER, VOCAB, bias=False) for _ in range(count))
-        for norm in self.ln:
+        for norm in norms:
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             nn.init.normal_(norm.bias)
 
@@ -168,7 +169,8 @@ class PlainSpeculator(nn.Module):
                 tokens
             )
             mixed = mixed / weight  # so that the norm's epsilon weighs the same
-            state = F.gelu(norm(mixed) * self.ln[at].weight + self.ln[at].bias)
+            ln = cast(nn.LayerNorm, self.ln[at])
+            state = F.gelu(norm(mixed) * ln.weight + ln.bias)
             found.append(self.head[at](state))
             tokens = found[-1].argmax(-1)
         return found

@@ -10,7 +10,7 @@ from outrider.proposers.base import SequenceContext, TokenProposer
 from outrider.proposers.ngram import NgramProposer
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
-BOUNDS = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted)
+BOUNDS = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda bounds: (min(bounds), max(bounds)))
 
 
 def slow_proposal(tokens: list[int], least: int, most: int, max_tokens: int) -> list[int]:
@@ -26,7 +26,7 @@ def slow_proposal(tokens: list[int], least: int, most: int, max_tokens: int) -> 
 
 @settings(max_examples=300)
 @given(tokens=TOKENS, bounds=BOUNDS, max_tokens=st.integers(0, 12))
-def test_matches_slow_search(tokens: list[int], bounds: list[int], max_tokens: int) -> None:
+def test_matches_slow_search(tokens: list[int], bounds: tuple[int, int], max_tokens: int) -> None:
     proposer: TokenProposer = NgramProposer(*bounds)
     assert proposer.open(tokens, SequenceContext()).propose(max_tokens) == slow_proposal(tokens, *bounds, max_tokens)
 
@@ -37,7 +37,7 @@ def test_matches_slow_search(tokens: list[int], bounds: list[int], max_tokens: i
     steps=st.lists(st.tuples(st.booleans(), TOKENS.map(tuple), st.integers(0, 12)), max_size=12),
 )
 def test_appending_and_truncating_leave_no_trace(
-    bounds: list[int], steps: list[tuple[bool, tuple[int, ...], int]]
+    bounds: tuple[int, int], steps: list[tuple[bool, tuple[int, ...], int]]
 ) -> None:
     state = NgramProposer(*bounds).open(())
     tokens: list[int] = []

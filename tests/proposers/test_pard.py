@@ -14,10 +14,11 @@ from support.models import build_decoder, save_tiny, tiny_config, tiny_hf_model,
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.checkpoint import WrongCheckpoint, mask_token_id
+from outrider.engine.checkpoint import mask_token_id
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, exponential_noise, words
@@ -27,7 +28,7 @@ from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, Dr
 from outrider.proposers.draft_text import DraftText
 from outrider.proposers.drawing import pack
 from outrider.proposers.pard import MOST_MASKS, PardProposer
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 
 MASK = 96
 PROMPT = [5, 9, 33, 7, 7, 61, 2, 40, 18]
@@ -64,15 +65,16 @@ def drawn_by_hand(logits: Tensor, row: DraftRows) -> list[DraftedToken]:  # [cou
     tokens, drafted = list(row.text.tokens), list[DraftedToken]()
     for line in logits.index_fill(1, torch.tensor([MASK]), -torch.inf):
         sampling = assemble([SamplingRows(row.sampler, drawn := [t.token_id for t in drafted], first=len(drawn))])
-        place = [torch.tensor([number]) for number in (1, len(tokens) + len(drafted), 0)]
+        seed, place, completion = (torch.tensor([number]) for number in (1, len(tokens) + len(drafted), 0))
         if row.draft_sampling.rule is DraftRule.ARGMAX:
             drafted.append(DraftedToken(int(greedy_choice(line[None], sampling)[0])))
             continue
         probs, _ = logits_to_probs(line[None], sampling)
         if row.draft_sampling.rule is DraftRule.COUPLED:
-            drafted.append(DraftedToken(int(coupled_choice(probs, exponential_noise(*place, LOADED.vocab_size)))))
+            noise = exponential_noise(seed, place, completion, LOADED.vocab_size)
+            drafted.append(DraftedToken(int(coupled_choice(probs, noise))))
             continue
-        found = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2], 0))
+        found = draft_sample(probs, words(seed, place, Purpose.DRAFT, completion, 0))
         drafted.append(DraftedToken(int(found.token_ids), pack(found.entry_ids), pack(found.entry_weights)))
     return drafted
 
@@ -156,7 +158,7 @@ def test_a_position_that_is_not_finite_ends_the_chain(rule: DraftRule, sampling:
         logits[2] = float("nan")
         return logits
 
-    drafts.proposer.runner.forward = broken  # type: ignore[method-assign, assignment]
+    drafts.proposer.runner.forward = broken  # type: ignore[method-assign]
     row = drafts.rows(PROMPT, rule, **sampling)
     assert drafts.proposer.run([row], [5]) == [whole[:2]]
     assert len(row.sequence) == len(PROMPT) + 2 and row.sequence.num_computed_tokens == len(PROMPT)

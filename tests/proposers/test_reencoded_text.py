@@ -3,6 +3,7 @@ drafted, whatever is drafted and committed, and the draft reads what was committ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import permutations
 
@@ -17,7 +18,7 @@ from outrider.proposers.reencoding import MARK, Reencoding, Writer
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import lexicon_of
 
-KINDS = {
+KINDS: dict[str, tuple[Callable[[], Backend], dict[str, str]]] = {
     "byte_level": (train_byte_level, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),
     "smaller": (lambda: train_byte_level(280), {"eos_token": "<|endoftext|>"}),
     "byte_fallback": (train_byte_fallback, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
@@ -86,10 +87,8 @@ class Drafting:
         return text
 
     def read(self) -> bytes:
-        text = b""
-        for own in self.text.sequence.tokens[self.text._num_start :]:
-            text += self.pair.drawn(own, not text) or b""
-        return text
+        own_ids = self.text.sequence.tokens[self.text._num_start :]
+        return b"".join(self.pair.drawn(own, place == 0) or b"" for place, own in enumerate(own_ids))
 
     def check(self) -> None:
         text = self.text
@@ -110,6 +109,9 @@ rounds = st.lists(st.tuples(texts, st.integers(1, 8), st.integers(0, 6), texts),
 @given(pair=st.sampled_from(EXACT), prompt=texts, rounds=rounds)
 @example(pair=("byte_fallback", "byte_level"), prompt="", rounds=[(" 0", 2, 0, "")])  # begins with two lone spaces
 @example(pair=("byte_fallback", "byte_level"), prompt="", rounds=[(" 0", 2, 3, " 1")])
+@example(pair=("byte_level", "byte_fallback"), prompt=" ", rounds=[])  # whose first token says nothing
+@example(pair=("byte_level", "byte_fallback"), prompt="\x80\x80", rounds=[("", 1, 0, "the quick brown fox")])
+@example(pair=("byte_fallback", "byte_level"), prompt="", rounds=[("00", 1, 0, "")])  # cut behind such a token
 def test_what_is_proposed_says_what_was_drafted(
     pair: tuple[str, str], prompt: str, rounds: list[tuple[str, int, int, str]]
 ) -> None:

@@ -62,7 +62,7 @@ def _shared(left: list[int], right: list[int], depth: int) -> int:
 
 
 @pytest.mark.usefixtures("exact")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=TOKENS,
     outputs=st.lists(st.tuples(TOKENS, TOKENS), max_size=4),
@@ -82,7 +82,7 @@ def test_proposes_what_a_slow_search_proposes(
 
 
 @pytest.mark.usefixtures("exact")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.lists(st.tuples(st.booleans(), TOKENS, st.integers(0, 12)), max_size=8))
 def test_appending_and_truncating_leave_no_trace(steps: list[tuple[bool, list[int], int]]) -> None:
     state, tokens = SuffixProposer().open(()), list[int]()

@@ -50,7 +50,7 @@ def check(index: ContextIndex, text: list[int], context: list[int]) -> None:
     assert set(index.occurrences(looked_up, longest, 2, place)) <= {TOKEN_BYTES * at for at in places}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS, context=TOKENS)
 def test_finds_what_a_slow_search_finds_however_the_text_came_about(
     steps: list[tuple[bool, list[int], int]], context: list[int]
@@ -73,7 +73,7 @@ def test_finds_what_a_slow_search_finds_however_the_text_came_about(
     check(restored, text + context, context)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TOKENS.filter(bool), count=st.integers(0, 20), data=st.data())
 def test_what_follows_goes_on_into_itself(text: list[int], count: int, data: st.DataObject) -> None:
     index = ContextIndex(DEPTH)

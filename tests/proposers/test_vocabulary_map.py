@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import permutations
 
@@ -13,9 +13,10 @@ from support.models import LINES, train_byte_fallback, train_byte_level, train_u
 from tokenizers import Tokenizer as Backend
 
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
+from outrider.rpc.lexicon import lexicon_of
+from outrider.rpc.words.lexicon import Lexicon, Token
 
-KINDS = {
+KINDS: dict[str, tuple[Callable[[], Backend], dict[str, str]]] = {
     "byte_level": (train_byte_level, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),
     "larger": (lambda: train_byte_level(480), {"eos_token": "<|endoftext|>"}),
     "byte_fallback": (train_byte_fallback, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),

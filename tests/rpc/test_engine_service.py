@@ -34,8 +34,8 @@ def test_it_says_where_it_listens_and_ends_on_sigterm(role: str, tmp_path: Path)
     options += ["--metrics", "localhost:0"]
     path = os.pathsep.join(str(REPOSITORY / root) for root in ROOTS[role])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, *options], env=environment, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *options], env=environment, text=True, stdout=pipe, stderr=pipe) as process:
         try:
             assert process.stdout is not None
             told, _, metrics = process.stdout.readline().strip().rpartition(" on ")
@@ -77,7 +77,7 @@ def test_refuses_a_checkpoint_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
     assert str(tmp_path) in refusal("target", ("--model", str(tmp_path)), capsys)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "outrider convert" in refusal("target", ("--model", str(tmp_path)), capsys)
+    assert "outrider model convert" in refusal("target", ("--model", str(tmp_path)), capsys)
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--health", "--metrics"])

@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.pictures import media
@@ -18,14 +18,7 @@ from support.pictures import media
 from outrider.rpc import frames
 from outrider.rpc.codec import DRAFT_STREAM, RELAYED_DRAFT_STREAM, TARGET_STREAM, Message
 from outrider.rpc.errors import ProtocolError, ResourceExhausted
-from outrider.rpc.frames import (
-    ID_WINDOW,
-    MAX_FRAME_BYTES,
-    FrameAssembler,
-    FramePacker,
-    SequenceState,
-    SequenceTable,
-)
+from outrider.rpc.frames import ID_WINDOW, MAX_FRAME_BYTES, FrameAssembler, FramePacker, SequenceState, SequenceTable
 from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import (
     Close,
@@ -37,10 +30,10 @@ from outrider.rpc.messages import (
     FrameHeader,
     Open,
     PromptLogprobs,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 
@@ -97,7 +90,7 @@ def service_side() -> tuple[FramePacker, SequenceTable]:
 
 def test_short_messages_of_one_turn_share_a_frame_in_order() -> None:
     pair = Pair()
-    sent = [new_open(1), Credit(1, 9, 4), new_open(2), DraftTokens(1, 0, 4, (7, 8)), Close(2)]
+    sent: list[Message] = [new_open(1), Credit(1, 9, 4), new_open(2), DraftTokens(1, 0, 4, (7, 8)), Close(2)]
     pair.push(*sent[:4])
     assert pair.frame() == sent[:4]
     pair.push(sent[4])
@@ -306,7 +299,7 @@ def test_late_events_are_ignored_and_a_failure_ends() -> None:
     table.open(2)
     table.close(2)
     assembler = FrameAssembler(EVENTS, table)
-    sent = [Failure(1, 14, "gone"), Commit(1, 4, (5,)), Commit(2, 4, (5,)), Closed(2), Closed(2)]
+    sent: list[Message] = [Failure(1, 14, "gone"), Commit(1, 4, (5,)), Commit(2, 4, (5,)), Closed(2), Closed(2)]
     frame = EVENTS.build(FrameHeader(1), [EVENTS.encode(message) for message in sent])
     assert assembler.accept(frame).messages == [sent[0], Closed(2)]
 
@@ -375,15 +368,16 @@ def resident_bytes() -> int:
 
 
 def test_a_commit_is_passed_on_as_it_came_unless_it_was_changed() -> None:
+    origins = [generation_pb2.TOKEN_ORIGIN_ACCEPTED]
     logprobs = [generation_pb2.PositionLogprobs(candidates=[generation_pb2.TokenLogprob(id=5, logprob=-1.0, rank=1)])]
-    commit = pb.Commit(sequence_id=3, position=4, ids=[5], origins=[1], num_drafted=1, logprobs=logprobs)
+    commit = pb.Commit(sequence_id=3, position=4, ids=[5], origins=origins, num_drafted=1, logprobs=logprobs)
     decoded = EVENTS.decode(target_pb2.TargetEvent(commit=commit))
     assert isinstance(decoded, Commit)
     commands = DRAFT_STREAM.commands
     assert commands.encode(decoded, 8).commit.logprobs and decoded.sequence_id == 3
     slim = replace(decoded, logprobs=())
     assert commands.encode(slim, 8) == draft_pb2.DraftCommand(
-        commit=pb.Commit(sequence_id=8, position=4, ids=[5], origins=[1], num_drafted=1)
+        commit=pb.Commit(sequence_id=8, position=4, ids=[5], origins=origins, num_drafted=1)
     )
 
 
@@ -401,7 +395,7 @@ def test_commands_of_a_round_follow_their_open_and_end_with_it(num_ids: int) -> 
 
 
 def frame_of(*entries: target_pb2.TargetCommand, number: int = 1) -> target_pb2.VerifyRequest:
-    return COMMANDS.build(FrameHeader(number), entries)
+    return cast(target_pb2.VerifyRequest, COMMANDS.build(FrameHeader(number), entries))
 
 
 def command(**fields: object) -> target_pb2.TargetCommand:

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from support.hub import CACHED_COMMIT, COMMIT, GATED, MODEL, cached, hub_endpoint
 
 from outrider.engine import checkpoint

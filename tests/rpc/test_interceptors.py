@@ -128,13 +128,16 @@ async def test_a_call_without_a_request_is_told_so(method: str) -> None:
 async def test_what_gives_a_call_up_early_is_no_error_here(method: str, caplog: pytest.LogCaptureFixture) -> None:
     """By a client that goes away before it has asked, and by gRPC, of a request beyond the bound."""
     async with echoing(max_message_bytes=1024) as server, connect(server.address) as channel:
+
+        async def give_up() -> None:
+            call = half_open(channel, method)
+            await asyncio.sleep(0.002)
+            call.cancel()
+            error = await refusal(channel.unary_stream(method)(bytes(2048), timeout=30))
+            assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 0)
+
         with caplog.at_level(logging.WARNING):
-            for _ in range(20):
-                call = half_open(channel, method)
-                await asyncio.sleep(0.002)
-                call.cancel()
-                error = await refusal(channel.unary_stream(method)(bytes(2048), timeout=30))
-                assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 0)
+            await asyncio.gather(*(give_up() for _ in range(20)))
             assert await ask(channel, method) == b"x"
         assert not caplog.records
 

@@ -14,16 +14,20 @@ from rpc.test_sampling_params import CONTEXT, FEW, FLOATS, INT32, SAMPLING, TEXT
 
 from outrider.rpc import codec
 from outrider.rpc import messages as m
-from outrider.rpc import sampling_params as s
 from outrider.rpc.errors import InvalidArgument, shown
-from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenLogprob, TokenWeights
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin, validate_sampling
-from outrider.rpc.structured import decode_structured_output, encode_structured_output
+from outrider.rpc.generation_codec import POSITIONS
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenWeights, validate_sampling
+from outrider.rpc.sampling_codec import decode_sampling, decode_structured_output, encode_structured_output
+from outrider.rpc.words import sampling_params as s
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
 WEIGHTS = st.builds(m.TokenWeights.of, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
-LOGPROBS = tuples(tuples(st.builds(m.TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
+LOGPROBS = tuples(tuples(st.builds(TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
 TIMINGS = st.builds(m.StepTimings, *[UINT32] * 8)
 LOAD = st.builds(m.Load, *[UINT32] * 3)
 MESSAGES: dict[str, SearchStrategy] = {
@@ -40,7 +44,6 @@ MESSAGES: dict[str, SearchStrategy] = {
         timeout_ms=UINT64,
         first_chain=UINT32,
         priority=INT32,
-        features=st.booleans(),
         salt=TEXTS,
         traceparent=TEXTS,
         one_hot=st.booleans(),
@@ -50,7 +53,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         tokenizer_fingerprint=TEXTS,
         suspect=st.booleans(),
         plain=st.booleans(),
-        reasoning=st.none() | st.builds(m.Reasoning, tuples(UINT32, min_size=1), tuples(UINT32), UINT32, st.booleans()),
+        reasoning=st.none() | st.builds(Reasoning, tuples(UINT32, min_size=1), tuples(UINT32), UINT32, st.booleans()),
     ),
     "close": st.builds(m.Close, UINT32),
     "closed": st.builds(m.Closed, UINT32),
@@ -80,7 +83,6 @@ MESSAGES: dict[str, SearchStrategy] = {
         num_drafted=UINT32,
         num_accepted=UINT32,
         logprobs=LOGPROBS,
-        features=st.binary(max_size=40),
         finish_reason=st.none() | st.sampled_from(s.FinishReason),
         stop_token_id=st.none() | UINT32,
         dropped=tuples(UINT32),
@@ -134,7 +136,7 @@ INFOS: dict[str, SearchStrategy] = {
 @given(data=st.data())
 def test_a_message_survives_the_wire(name: str, data: st.DataObject) -> None:
     message = data.draw((MESSAGES | INFOS)[name])
-    both: codec.Codec[Any, Any] = getattr(codec, name.upper())
+    both: Any = getattr(codec, name.upper())
     encoded = both.encode(message)
     parsed = type(encoded).FromString(encoded.SerializeToString())
     assert both.decode(parsed) == message
@@ -152,7 +154,7 @@ def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
 
 def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
-        s.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
+        decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 9, which .*; allowed: 0 to 3$"):
         codec.OPEN.decode(common_pb2.Open(acceptance=9))  # type: ignore[arg-type]
 
@@ -182,12 +184,12 @@ def test_which_of_the_kept_tokens_were_forced(num_origins: int, num_accepted: in
 
 def test_small_codecs_of_parts() -> None:
     unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
-    assert s.decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
-    empty = s.StructuredOutput(choice=())
+    assert decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
+    empty = StructuredOutput(choice=())
     encoded = encode_structured_output(empty)
     assert decode_structured_output(encoded) == empty
     position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
-    assert codec.decode_position_logprobs(codec.encode_position_logprobs(position)) == position
+    assert POSITIONS.decode(POSITIONS.encode((position,))) == (position,)
 
 
 def test_a_failure_is_a_rich_status() -> None:
@@ -236,12 +238,12 @@ BAD_OPEN: list[tuple[str, dict[str, Any]]] = [
     ("open.first_chain", {"first_chain": 2**31}),
     ("open.seed", {"seed": 2**64}),
     ("open.priority", {"priority": 2**31}),
-    ("open.draft_confidence", {"draft_confidence": float("nan")}),
+    *((f"open.{name}", {name: float("nan")}) for name in DRAFT_OPTIONS),
     ("open.salt", {"salt": "x" * 129}),
     ("open.adapter", {"adapter": "x" * 129}),
-    ("open.reasoning.end_ids", {"reasoning": m.Reasoning(())}),
-    ("open.reasoning.start_ids[0]", {"reasoning": m.Reasoning((1,), (VOCAB,))}),
-    ("open.reasoning.max_tokens", {"reasoning": m.Reasoning((1,), max_tokens=2**31)}),
+    ("open.reasoning.end_ids", {"reasoning": Reasoning(())}),
+    ("open.reasoning.start_ids[0]", {"reasoning": Reasoning((1,), (VOCAB,))}),
+    ("open.reasoning.max_tokens", {"reasoning": Reasoning((1,), max_tokens=2**31)}),
     ("open.method", {"method": "x" * 129}),
     ("open.sampling.top_p", {"sampling": SamplingParams(top_p=0)}),
 ]
@@ -285,6 +287,27 @@ def test_credits_and_commits() -> None:
     assert fields(lambda: m.validate_commit(bad, VOCAB)) == ["commit.ids[0]", "commit.origins", "commit.num_accepted"]
     endless = Commit(1, 4, (5,), num_drafted=2**32 - 1, num_accepted=2**32 - 1)
     assert fields(lambda: m.validate_commit(endless, VOCAB)) == ["commit.num_drafted"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"ids": (VOCAB,)}, "commit.ids[0]"),
+        ({"ids": (5,) * 2}, "commit.origins"),
+        ({"ids": (5,) * (m.MAX_PIECE_IDS + 1), "origins": ()}, "commit.ids"),
+        ({"num_drafted": 1, "num_accepted": 2}, "commit.num_accepted"),
+        ({"num_drafted": m.MAX_PIECE_IDS + 1}, "commit.num_drafted"),
+        ({"num_forced": m.MAX_PIECE_IDS + 1}, "commit.num_forced"),
+        ({"position": m.MAX_INT32 + 1}, "commit.position"),
+    ],
+)
+def test_what_came_over_the_wire_is_judged_alike(change: dict[str, Any], field: str) -> None:
+    """It is looked through at once, without a word for each of its fields."""
+    sound = Commit(1, 4, (5,), (TokenOrigin.PLAIN,))
+    m.validate_commit(codec.COMMIT.decode(codec.COMMIT.encode(sound)), VOCAB)
+    came = codec.COMMIT.decode(codec.COMMIT.encode(dataclasses.replace(sound, **change)))
+    assert came.encoded is not None
+    assert fields(lambda: m.validate_commit(came, VOCAB)) == [field]
 
 
 def test_types_have_json_s_names() -> None:

@@ -32,7 +32,7 @@ Serving = health_pb2.HealthCheckResponse.ServingStatus.Name
 
 async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> str:
     stub = health_pb2_grpc.HealthStub(channel)
-    return Serving((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status)
+    return str(Serving((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)).status))
 
 
 async def becomes(channel: grpc.aio.Channel, status: str, service: str = SERVICE) -> None:

@@ -5,6 +5,7 @@ How many threads a process takes unless it is told."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,6 +19,7 @@ from outrider.rpc.settings import (
     ServerSettings,
     ServiceSettings,
     SettingsError,
+    flags_of,
     load_settings,
     options,
     parse_settings,
@@ -286,3 +288,89 @@ def test_this_machines_own_addresses_need_nothing(address: str) -> None:
 def test_health_and_metrics_are_open_to_others() -> None:
     given = {"health": ":1", "metrics": ":2"}
     assert load_settings(PublicSettings, given, environ={}).health == ":1"
+
+
+class Service(ServiceSettings):
+    section: ClassVar[str] = "inner"
+    threads: int = Field(1, ge=1, description="threads; see --patience")
+    patience: float = 0.5
+    peers: list[str] = Field(default_factory=list)
+    graphs: bool = True
+    weights: dict[str, float] = Field(default_factory=dict)
+    listen: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Service:
+        if self.patience > 60 and self.graphs:
+            raise ValueError("patience above 60 needs --no-graphs and --threads")
+        return self
+
+
+class Starter(ServiceSettings):
+    section: ClassVar[str] = "outer"
+    subjects: ClassVar[Mapping[str, str]] = {"plain": "all"}
+    first: ClassVar[tuple[str, ...]] = ("one.threads", "plain")
+    decided: ClassVar[frozenset[str]] = frozenset({"one.listen"})
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"threads": ("one.threads",), "graphs": ("one.graphs",)}
+
+    plain: bool = False
+    one: Service = Service()
+
+
+def test_a_nested_service_keeps_its_own_section(tmp_path: Path) -> None:
+    """What the outer command decides itself is left to the service in variables and files, and is no flag."""
+    file = tmp_path / "file.yaml"
+    file.write_text("inner: {threads: 2, patience: 3, listen: x}\nouter: {plain: true}\n")
+    environ = {"OUTRIDER_INNER__PATIENCE": "4", "OUTRIDER_INNER__LISTEN": "y"}
+    loaded = load_settings(Starter, {"one.graphs": False}, file, environ)
+    assert (loaded.plain, loaded.one.threads, loaded.one.patience, loaded.one.graphs) == (True, 2, 4.0, False)
+    assert loaded.one.listen == ""
+    with pytest.raises(SettingsError, match=r"unknown setting one\.listen"):
+        load_settings(Starter, {"one.listen": "x"}, environ={})
+    with pytest.raises(SettingsError, match=r"OUTRIDER_INNER__THREDS: did you mean OUTRIDER_INNER__THREADS\?"):
+        load_settings(Starter, {}, environ={"OUTRIDER_INNER__THREDS": "1"})
+    with pytest.raises(SettingsError, match=r"inner\.thread in .*: did you mean threads\?"):
+        file.write_text("inner: {thread: 2}\n")
+        load_settings(Starter, {}, file, {})
+    with pytest.raises(SettingsError, match=r"^outer\.one: patience .* needs --no-graphs and --one\.threads$"):
+        load_settings(Starter, {"one.patience": 61}, environ={})
+
+
+def test_a_former_name_works_and_warns_and_the_new_one_comes_before_it() -> None:
+    said: list[str] = []
+    environ = {"OUTRIDER_OUTER__THREADS": "3"}
+    assert load_settings(Starter, {}, environ=environ, warn=said.append).one.threads == 3
+    (line,) = said
+    assert line.startswith("OUTRIDER_OUTER__THREADS is now OUTRIDER_INNER__THREADS;")
+    flags = {"one.threads": "5", "threads": "4"}
+    assert load_settings(Starter, flags, environ=environ, warn=said.append).one.threads == 5
+
+
+def test_the_flags_of_settings_give_the_same_settings() -> None:
+    given = {"threads": 3, "peers": ["a", "b"], "graphs": False, "weights": {"a": 0.5}}
+    flags = flags_of(Service.model_validate(given), patience=2.0, listen=None)
+    assert flags == ["--threads=3", "--patience=2.0", "--peers=a", "--peers=b", "--no-graphs", '--weights={"a": 0.5}']
+    parsed = parse_settings(Service, [flag for flag in flags if "weights" not in flag], "service", "")
+    assert parsed.model_dump() == {**given, "patience": 2.0, "weights": {}, "listen": ""}
+    assert flags_of(Service()) == []
+
+
+def test_help_shows_what_is_needed_first_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            parse_settings(Starter, [flag], "outrider outer", "")
+        shown[flag] = capsys.readouterr().out
+    assert "--one.threads N" in shown["--help"] and "--one.patience" not in shown["--help"].replace("see --one", "")
+    assert "--help-all" in shown["--help"] and "shows all 6" in " ".join(shown["--help"].split())
+    assert "see --one.patience" in shown["--help"] and "--one.patience X" in shown["--help-all"]
+    for text in shown.values():
+        assert "--threads" not in text and "--one.listen" not in text
+
+
+def test_help_all_is_help_where_no_flag_is_needed_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            parse_settings(Settings, [flag], "outrider", "")
+    first, second = capsys.readouterr().out.split("usage: ")[1:]
+    assert first == second and "--help-all" not in first

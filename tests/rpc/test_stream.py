@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from threading import Event, get_ident
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -17,11 +17,12 @@ from support.fakes import until
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import COMMIT, TARGET_STREAM
 from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
-from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open
 from outrider.rpc.server import build_server
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import FrameStream, Outboxes, RoundTrip, StreamConfig, client_stream, server_stream
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import target_pb2_grpc
 
 QUICK = StreamConfig(heartbeat_s=0.05, silence_s=30.0)  # a busy machine is no silent peer
@@ -166,7 +167,7 @@ async def test_a_long_message_is_decoded_beside_the_event_loop() -> None:
 
     def decode(message: Any) -> Commit:
         threads.append(get_ident())
-        return COMMIT.decode(message)
+        return cast(Commit, COMMIT.decode(message))
 
     watched = replace(TARGET_STREAM.events, decoders={**TARGET_STREAM.events.decoders, "commit": decode})
     script = Script()
@@ -205,11 +206,11 @@ def test_the_estimate_smooths() -> None:
 
 async def test_a_stuck_device_and_a_draining_peer_are_told() -> None:
     told: list[tuple[bool, bool]] = []
+    stream: FrameStream
     stream, script, _ = scripted(on_peer_change=lambda: told.append((stream.device_dead, stream.peer_draining)))
     async with stream:
-        for number, header in enumerate(
-            ({"step_age_ms": 30_000}, {"step_age_ms": 30_001}, {"step_age_ms": 31_000}, {"draining": True}), start=1
-        ):
+        headers: Any = {"step_age_ms": 30_000}, {"step_age_ms": 30_001}, {"step_age_ms": 31_000}, {"draining": True}
+        for number, header in enumerate(headers, start=1):
             script.incoming.put_nowait(events(number, **header))
         await turns(10)
         assert told == [(True, False), (False, True)]
@@ -217,6 +218,7 @@ async def test_a_stuck_device_and_a_draining_peer_are_told() -> None:
 
 async def test_a_peer_that_has_changed_is_told_and_says_so() -> None:
     told, version = list[int](), 3
+    stream: FrameStream
     stream, script, _ = scripted(
         on_peer_change=lambda: told.append(stream.peer_info_version), info_version=lambda: version
     )
@@ -297,7 +299,7 @@ async def test_a_frame_that_takes_long_to_decode_is_not_silence(monkeypatch: pyt
             stream.tick()
         may_end.set()
         (found,) = await anext(stream)
-        assert found.logprobs == long.logprobs and not stream.closed
+        assert isinstance(found, Commit) and found.logprobs == long.logprobs and not stream.closed
         for _ in range(20):
             clock.now += 0.125
             stream.tick()

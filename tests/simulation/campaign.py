@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from simulation.world import Climate, Plan, Result, Setting, World
 
 from outrider.planner.policy import Policy
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.request import DRAFT_OPTIONS
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 LAW_PROMPT = (1, 3, 2, 0, 1)
 LAW_TABLE_SEED = 5
@@ -100,7 +102,7 @@ def _law(seed: int, dice: random.Random) -> Setting:
                 acceptance=WEIGHING[index % 2],
                 seed=dice.getrandbits(64),
                 completion=dice.randrange(4),
-                draft_confidence=LAW_CONFIDENCE[seed % len(LAW_CONFIDENCE)],
+                **cast(Any, dict.fromkeys(DRAFT_OPTIONS, LAW_CONFIDENCE[seed % len(LAW_CONFIDENCE)])),
             ),
             policy=policy,
             arrives=dice.uniform(0, 0.05),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open
-from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
 
 if TYPE_CHECKING:
     from simulation.network import SimLink

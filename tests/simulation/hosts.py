@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from simulation.checks import require
 from simulation.network import Stream
@@ -16,7 +16,7 @@ from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.planner.simulate import Clock, Device
-from outrider.proposers.device_draft import MOST_PASSES
+from outrider.proposers.device_draw import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.rpc.servicer import Deliver, Detach
@@ -154,7 +154,7 @@ class TargetHost(EngineHost):
     @property
     def pool(self) -> BlockPool:
         """The engine's blocks."""
-        return self.engine.cache.pool
+        return cast(BlockPool, self.engine.cache.pool)
 
     @property
     def sequences(self) -> Sequence[Any]:

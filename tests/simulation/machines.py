@@ -9,24 +9,20 @@ verifies one in another context is seen, whichever rule it broke."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
-import torch
 from simulation.checks import Violation, require
+from support.prefix_models import PrefixProposer, PrefixVerifier, draft_engine, new_cache, target_engine
 
-from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.sequence import DraftSequence
-from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.token_tree import TokenTree, depths_of
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, Round
-from outrider.proposers.draft_rows import DraftedToken, DraftRows
-from outrider.proposers.tree import GrowingTree
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -38,8 +34,8 @@ from outrider.rpc.messages import (
     Open,
     is_last,
 )
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.outputs import VerifiedWindow, _up_to_stop
 from outrider.target_service.scheduler import ScheduledSequence
@@ -96,6 +92,13 @@ class Scenario:
         right = place < len(self.draft_is_right) and self.draft_is_right[place]
         return self.target_token(prefix) if right else FIRST + 1 + 2 * place
 
+    def ranked(self, prefix: Sequence[int]) -> tuple[int, ...]:
+        """What the draft says, and what may stand there instead: where it is wrong, the target's own token is among
+        them."""
+        drafted, other = self.draft_token(prefix), OTHERS + 2 * (len(prefix) - len(PROMPT))
+        own = self.target_token(prefix)
+        return drafted, own if own != drafted else other, other + 1
+
     def request(self, index: int, output: Sequence[int] = ()) -> Open:
         """As a gateway gets it from a client that has some of the output."""
         sampling = SamplingParams(temperature=float(self.rejects), max_tokens=len(self.draft_is_right))
@@ -136,7 +139,7 @@ class Event(NamedTuple):
     side: str = ""  # the service, or the one whose stream it is
     stream: int = 0
     frame: int = -1
-    index: int = 0  # of the request; of a fault the place in a queue
+    item: int = 0  # the request; of a fault the place in a queue
     place: int = 0  # of a piece in its frame
     parent: LinkAt = LinkAt()  # of the completion that a fork is one of
 
@@ -312,8 +315,8 @@ class GatewayMachine:
             scenario.learns,
         )
         fork_of: Any = self._parent
-        doors: Any = Door(self, DRAFT), Door(self, TARGET)
-        return SpeculationDriver(*doors, core, self.loop, fork_of, lambda reason: None), turns  # type: ignore[arg-type]
+        draft, target, loop = (cast(Any, one) for one in (Door(self, DRAFT), Door(self, TARGET), self.loop))
+        return SpeculationDriver(draft, target, core, loop, fork_of, lambda reason: None), turns
 
     def take(self, event: Event) -> list[Sent]:
         """Raises Violation."""
@@ -351,18 +354,19 @@ class GatewayMachine:
         if self.over:
             return []
         if self.waits:
-            return [Event("start", index=self.index)] * bool(self.streams[TARGET])
+            return [Event("start", item=self.index)] * bool(self.streams[TARGET])
         kinds = ["timer"] * bool(self.loop.timers)
         retry_at = self.driver._draft_retry_at
         kinds += ["second"] * (retry_at is not None and retry_at > self.loop.now)
         kinds += ["read"] * (not self.driver.items.empty()) + ["leave"] * self.scenario.may_leave
-        return [Event(kind, index=self.index) for kind in kinds]
+        return [Event(kind, item=self.index) for kind in kinds]
 
     def snapshot(self) -> Hashable:
         """All that matters later."""
         if self.over:
             return "over", bool(self.links)
         retry_at, core = self.driver._draft_retry_at, self.driver.core
+        links: tuple[Any, ...] = self.driver.target_link, self.driver.draft_link
         return (
             snapshot(core),
             snapshot(self.links),
@@ -375,7 +379,7 @@ class GatewayMachine:
             len(self.loop.timers),
             self.driver.items.qsize(),
             self.waits,
-            *[None if link is None else link.alive for link in (self.driver.target_link, self.driver.draft_link)],
+            *[None if link is None else link.alive for link in links],
         )
 
     @property
@@ -481,21 +485,15 @@ class GatewayMachine:
         require(output == plain, f"committed are {output}, the target alone says {plain}")
 
 
-class Oracle:
-    """In the place of the target's verifier."""
+class Oracle(PrefixVerifier):
+    """In the place of the target's verifier. Raises Violation for a token of another context."""
 
     def __init__(self, scenario: Scenario, machine: TargetMachine) -> None:
+        super().__init__(scenario.target_token)
         self.scenario, self.machine = scenario, machine
 
-    def prepare(self, target: Any) -> bool:
-        """There are no random numbers."""
-        return False
-
-    def verify(self, logits: Any, windows: Sequence[ScheduledSequence], masks: Any = None) -> list[VerifiedWindow]:
-        """As many drafted tokens as the target says, too. Raises Violation for one of another context."""
-        return [self._verify(scheduled) for scheduled in windows]
-
-    def _verify(self, scheduled: ScheduledSequence) -> VerifiedWindow:
+    def verify_one(self, scheduled: ScheduledSequence) -> VerifiedWindow:
+        """As many drafted tokens as the target says, too."""
         window, target = scheduled.window, scheduled.target
         prefix = target.sequence.tokens[: scheduled.committed]
         held = self.machine.refused.get((*target.key, window.chain if window.chain is not None else -1))
@@ -507,17 +505,7 @@ class Oracle:
             if weights is not None and weights.ids[known:] != behind[known:]:
                 what = f"token {window.ids[index]} of chain {window.chain}, drafted behind {list(weights.ids)}"
                 raise Violation(f"{what}, is verified behind {list(behind)}")
-        if window.parents:
-            return self._verify_tree(scheduled)
-        own: tuple[int, ...] = ()
-        for token in window.ids:
-            if token != self.scenario.target_token(prefix):
-                break
-            prefix.append(token)
-        num_accepted = len(prefix) - scheduled.committed
-        if num_accepted < len(window.ids) or scheduled.takes_next:
-            own = (self.scenario.target_token(prefix),)
-        return _up_to_stop(scheduled, num_accepted, (), own)
+        return self._verify_tree(scheduled) if window.parents else PrefixVerifier.verify_one(self, scheduled)
 
     def _verify_tree(self, scheduled: ScheduledSequence) -> VerifiedWindow:
         """Up the tree as far as it says what the target says, and the target's own token behind."""
@@ -598,19 +586,9 @@ class TargetMachine(Service):
 
     def __init__(self, scenario: Scenario, wire: Wire) -> None:
         super().__init__(scenario, wire)
-        limits, trees = (
-            TargetLimits(VOCAB, MAX_LEN, (EOS,), NUM_BLOCKS),
-            scenario.tree is not None and scenario.takes_trees,
-        )
-        runner: Any = SimpleNamespace(
-            forward=lambda entries: None,
-            keep_paths=lambda paths: None,
-            last_forward_us=0,
-            adapters=None,
-            model=SimpleNamespace(takes_trees=trees, device=torch.device("cpu"), dtype=torch.float32, vocab_size=VOCAB),
-        )
-        self.engine: TargetEngine = TargetEngine(runner, limits, clock=lambda: 0.0)
-        self.engine.verifier = Oracle(scenario, self)
+        limits = TargetLimits(VOCAB, MAX_LEN, (EOS,), NUM_BLOCKS)
+        trees = scenario.tree is not None and scenario.takes_trees
+        self.engine: TargetEngine = target_engine(limits, Oracle(scenario, self), takes_trees=trees)
         self.refused: dict[tuple[int, int, int], int] = {}  # by sequence and chain: up to where it was held by then
 
     @property
@@ -659,10 +637,9 @@ class DraftMachine(Service):
 
     def __init__(self, scenario: Scenario, wire: Wire) -> None:
         super().__init__(scenario, wire)
-        self._cache = KVCacheManager(BlockPool(NUM_BLOCKS))
-        proposer: Any = Proposer(scenario)
-        methods = make_methods([ModelMethod(proposer, self._cache, (EOS,), tree=scenario.tree)])
-        self.engine: DraftEngine = DraftEngine(methods, scenario.draft_room)
+        self._cache = new_cache(NUM_BLOCKS)
+        proposer = PrefixProposer(scenario.ranked, VOCAB, MAX_LEN)
+        self.engine: DraftEngine = draft_engine(proposer, self._cache, (EOS,), scenario.draft_room, tree=scenario.tree)
 
     def events(self) -> list[Event]:
         """A step, which may have nothing to do."""
@@ -680,57 +657,3 @@ class DraftMachine(Service):
         """Whether it holds nothing."""
         nothing = not self.engine.sequences and not self.engine._work._tokens
         return nothing and self._cache.pool.num_free == NUM_BLOCKS
-
-
-@dataclass(slots=True)
-class Proposer:
-    """In the place of the draft's model."""
-
-    scenario: Scenario
-    name: ClassVar[str] = "draft_model"
-    parallel: ClassVar[bool] = False
-    runner: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        model = SimpleNamespace(vocab_size=VOCAB, max_model_len=MAX_LEN, device=torch.device("cpu"))
-        self.runner = SimpleNamespace(model=model, copy_blocks=lambda pairs: None)
-
-    def tokens_at_once(self, rows: Sequence[DraftRows], wanted: Sequence[int]) -> list[int]:
-        """One."""
-        return [1] * len(rows)
-
-    def prepare(self, *where: Any) -> bool:
-        """There are no random numbers."""
-        return False
-
-    def run(self, rows: Sequence[DraftRows], counts: Sequence[int]) -> list[list[DraftedToken]]:
-        """One token behind each."""
-        return [self._draft(row) for row in rows]
-
-    def grow(self, rows: Sequence[DraftRows], roots: Sequence[DraftedToken], trees: Sequence[GrowingTree]) -> None:
-        """Every level of each tree."""
-        for row, root, tree in zip(rows, roots, trees, strict=True):
-            tree.grow({-1: (root.token_id, *root.top_tokens)})
-            while nodes := tree.branching():
-                tree.grow({node: self._ranked([*row.text.tokens, *tree.path(node)]) for node in nodes})
-
-    def _ranked(self, prefix: Sequence[int]) -> tuple[int, ...]:
-        """What may follow in a tree, the likeliest first."""
-        return self.scenario.draft_token(prefix), *self._alternatives(prefix)
-
-    def _draft(self, row: DraftRows) -> list[DraftedToken]:
-        sequence, prefix = row.sequence, list(row.text.tokens)
-        drawn = [DraftedToken(self.scenario.draft_token(prefix), bytes(prefix), b"", self._others(prefix, row))]
-        row.text.append([drawn[0].token_id])
-        sequence.num_computed_tokens = len(sequence) - 1
-        return drawn
-
-    def _others(self, prefix: Sequence[int], row: DraftRows) -> tuple[int, ...]:
-        """What may stand there instead."""
-        return self._alternatives(prefix)[: row.num_top_tokens]
-
-    def _alternatives(self, prefix: Sequence[int]) -> tuple[int, ...]:
-        """Where the draft is wrong, the target's own token is among them."""
-        drafted, other = self.scenario.draft_token(prefix), OTHERS + 2 * (len(prefix) - len(PROMPT))
-        own = self.scenario.target_token(prefix)
-        return own if own != drafted else other, other + 1

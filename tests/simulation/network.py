@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from simulation.checks import Watch
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.planner.simulate import Clock, Direction
+from outrider.planner.simulate import Clock, OneWayLink
 from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, DraftTokens, Failure, ModelInfo, Open
 
 
@@ -100,11 +101,11 @@ class Stream:
     all_links: dict[int, SimLink] = field(default_factory=dict)
     up_until: float = float("inf")  # frames that arrive later are lost
     down_until: float = float("inf")
-    _upwards: Direction = field(init=False)
-    _downwards: Direction = field(init=False)
+    _upwards: OneWayLink = field(init=False)
+    _downwards: OneWayLink = field(init=False)
 
     def __post_init__(self) -> None:
-        self._upwards, self._downwards = (Direction(self.peer.clock, self.peer.delay) for _ in range(2))
+        self._upwards, self._downwards = (OneWayLink(self.peer.clock, self.peer.delay) for _ in range(2))
 
     def open(self, request: Open, on_event: Callable[[Any], None], door: Door, parent: SimLink | None) -> SimLink:
         """Starts a sequence; a parent that is alive here shares its prompt."""
@@ -119,14 +120,14 @@ class Stream:
     def up(self, messages: list[Any], watch: Watch) -> None:
         """From the gateway to the service."""
         for frame in self._disturb(messages, watch, self._arrive_up):
-            self._upwards.send(lambda frame=frame: self._arrive_up(frame))  # type: ignore[misc]
+            self._upwards.send(partial(self._arrive_up, frame))
 
     def down(self, events: Sequence[Any], after: float) -> None:
         """From the service to the gateway, once the step that made it is over."""
         for event in events:
             watch = self.all_links[event.sequence_id].watch
             for frame in self._disturb([event], watch, self._arrive_down):
-                self._downwards.send(lambda frame=frame: self._arrive_down(frame), after)  # type: ignore[misc]
+                self._downwards.send(partial(self._arrive_down, frame), after)
 
     def break_off(self, at_host: float, at_gateway: float) -> None:
         """Both ends notice, one after the other; what is under way until then still arrives."""
@@ -145,7 +146,7 @@ class Stream:
             watch.disturbed = True
             for _ in range(dice.choice((0, 1, 1, 2))):
                 late = self.peer.clock.now + dice.uniform(0, 6 * weather.delay_s)
-                self.peer.clock.at(late, lambda piece=message: arrive([piece]))
+                self.peer.clock.at(late, partial(arrive, [message]))
         return [frame] if frame else []
 
     def _arrive_up(self, frame: list[Any]) -> None:

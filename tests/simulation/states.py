@@ -228,7 +228,7 @@ class Network:
             for index, frame in enumerate(stream.pieces if self._piece_faults else ()):
                 for place in self._wire.pieces[frame]:
                     for kind in ("lose", "double", "delay"):
-                        yield Event(kind, stream.side, stream.number, index=index, place=place)
+                        yield Event(kind, stream.side, stream.number, item=index, place=place)
 
     def _changed(self, streams: Streams, event: Event) -> Streams:
         if event.kind == "connect":
@@ -262,11 +262,11 @@ class Network:
     def _disturbed(self, stream: Stream, event: Event) -> Stream:
         """One piece of a frame is lost, comes twice, or comes later."""
         frames = list(stream.pieces)
-        messages = list(self._wire.frames[frames[event.index]])
+        messages = list(self._wire.frames[frames[event.item]])
         piece = messages[event.place]
         if event.kind != "double":
             del messages[event.place]
-            frames[event.index : event.index + 1] = [self._wire.number(messages)] if messages else []
+            frames[event.item : event.item + 1] = [self._wire.number(messages)] if messages else []
         if event.kind != "lose":
             stream = stream._replace(late=tuple(sorted((*stream.late, self._wire.number([piece])))))
         return stream.with_pieces(tuple(frames))
@@ -309,7 +309,7 @@ class World:
         for side in SIDES:
             state = self._to_gateways(state, Event("connect", side, 1))
         for index in range(self.scenario.num_requests):
-            state = self._to_gateway(state, Event("start", index=index))
+            state = self._to_gateway(state, Event("start", item=index))
         return state
 
     def is_over(self, state: State) -> bool:
@@ -358,13 +358,13 @@ class World:
             self.apply(state, event)
         except Violation as found:
             violation = f": {found}"
-        words = [TELLING[event.kind].format(side=event.side, number=event.stream, request=event.index)]
+        words = [TELLING[event.kind].format(side=event.side, number=event.stream, request=event.item)]
         if event.kind in ("up", "down", "late"):
             words.append(_named(self.wire.frames[event.frame]))
         elif event.kind in ("lose", "double", "delay"):
             where = event.side, event.stream
             stream = next(one for one in self.network.streams[state.network] if (one.side, one.number) == where)
-            words.append(_named([self.wire.frames[stream.pieces[event.index]][event.place]]))
+            words.append(_named([self.wire.frames[stream.pieces[event.item]][event.place]]))
         told = [f"{sent.side} {sent.stream}: {_named(self.wire.frames[sent.frame])}" for sent in self.sent]
         return " ".join(words) + "".join(f"\n        -> {line}" for line in told) + violation
 
@@ -384,12 +384,12 @@ class World:
         if len(self.gateways) == 1:
             return self._to_gateway(state, event)
         for index in range(len(self.gateways)):
-            state = self._to_gateway(state, event._replace(index=index))
+            state = self._to_gateway(state, event._replace(item=index))
         return state
 
     def _to_gateway(self, state: State, event: Event) -> State:
         gateways, target, draft, network, num_faults = state
-        index = event.index
+        index = event.item
         if index and self.scenario.forks:
             event = event._replace(parent=self.gateways[0].target_link[gateways[0]])
         number, sent = self.gateways[index].after(gateways[index], event)

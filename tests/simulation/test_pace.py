@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,19 +17,14 @@ from simulation.network import Stretch, Weather
 from simulation.tables import Table
 from simulation.world import Client, Climate, Plan, Setting, World
 
-from outrider.cli.virtual_loop import new_crowd
 from outrider.draft_service import engine as draft_engine
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
-from outrider.gateway.speculation.core import SpeculationCore
-from outrider.gateway.speculation.loop import SpeculationDriver
-from outrider.planner.crowd import Machines
 from outrider.planner.estimates import StepTime
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import Limits, Policy
-from outrider.planner.virtual_services import DraftQuality
+from outrider.planner.policy import Policy, PolicyLimits
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.goodput import Goodput
 
 VERIFY_S, BLOCKS = 0.02, 512
@@ -145,7 +139,7 @@ def burst(
     speculates: bool,
 ) -> float:
     """Tokens a second of requests that come together, to the end of the last."""
-    limits = Limits(Policy(4), most=8)
+    limits = PolicyLimits(Policy(4), most=8)
 
     def num_running() -> int:
         return sum(client.plan.arrives <= world.clock.now and not client.over for client in world.clients)
@@ -239,7 +233,7 @@ def foreign_pace(policy: Policy, num_tokens: int, *, num_requests: int = 1, choo
     profile, known, trials = PROFILES["fast"], SharedStats(VerifyCosts()), SharedTrials()
     found = []
     for number in range(num_requests):
-        controller = partial(Controller, Limits(Policy(4), most=8), known, trials, lambda: 1e3)
+        controller = partial(Controller, PolicyLimits(Policy(4), most=8), known, trials, lambda: 1e3)
         world = crowd_of(policy, controller if chooses else None, 1, number, num_tokens, is_foreign=True)
         (client,) = world.clients
         learned_at: list[float] = []
@@ -268,38 +262,3 @@ def test_a_foreign_draft_is_left_soon() -> None:
     shares = [plain / auto for auto in foreign_pace(Policy(4), 256, num_requests=3, chooses=True)]
     print(shares)
     assert min(shares) > 0.95
-
-
-@pytest.mark.parametrize(
-    ("policy", "num_requests"), [(Policy(0), 16), (SEQUENTIAL, 16), (CHAINS, 4), (FLAT, 4), (FLAT, 16)]
-)
-def test_services_made_of_costs_take_the_same_time(policy: Policy, num_requests: int) -> None:
-    """What the planner simulates a crowd with, beside the engines: the same loop, costs and acceptance."""
-    profile = PROFILES["fast"]
-    world = crowd_of(policy, None, num_requests, 1)
-    first, last = dict[int, tuple[float, int]](), dict[int, float]()
-
-    def note(index: int, client: Client, now: float) -> None:
-        first.setdefault(index, (now, len(client.output)))
-        last[index] = now
-
-    for index, client in enumerate(world.clients):
-        client.on_tokens = partial(note, index, client)
-    run_crowd(world, profile)
-    tallies = [client.tally for client in world.clients]
-    tested = sum(sum(tally.tested_per_position) for tally in tallies)
-    accepted = sum(sum(tally.accepted_per_position) for tally in tallies)
-    spans = [(last[index] - began, CROWD_TOKENS - had) for index, (began, had) in first.items()]
-    engines_ms = 1e3 * sum(span for span, _ in spans) / sum(tokens for _, tokens in spans)
-
-    def new_driver(drafter: Any, verifier: Any, request: Open, clock: Any, running: object) -> SpeculationDriver:
-        core = SpeculationCore(request, policy)
-        return SpeculationDriver(drafter, verifier, core, clock, None, lambda reason: None)
-
-    costs = [(rows, 1e3 * ms) for rows, ms in profile]
-    passes = [(rows, 1e3 * (PASS_MS + ROW_MS * rows)) for rows in (1, 512)]
-    crowd = new_crowd(Machines(costs, passes, DraftQuality(accepted / max(1, tested)), WAY_S))
-    crowd.add(new_driver, num_requests, CROWD_TOKENS, spread_s=ARRIVALS_S * num_requests)
-    crowd.run(60.0)
-    print(f"{num_requests} of {policy.mode}: {engines_ms:.2f} and {crowd.ms_per_token():.2f} ms a token")
-    assert crowd.ms_per_token() == pytest.approx(engines_ms, rel=0.12)

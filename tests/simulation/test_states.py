@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -168,14 +168,14 @@ def without_credit(open_target: Any, core: SpeculationCore) -> OpenTarget:
     """A target that is opened again has the credit of the one before."""
     had, effect = core._target_credit, open_target(core)
     messages = [message for message in effect.messages if had is None or not isinstance(message, Credit)]
-    return replace(effect, messages=tuple(messages))
+    return cast(OpenTarget, replace(effect, messages=tuple(messages)))
 
 
 def with_credit_twice(open_target: Any, core: SpeculationCore) -> OpenTarget:
     """Credit is counted on top of what the target before had."""
     had, effect = core._target_until, open_target(core)
     messages = [replace(one, until=one.until + had) if isinstance(one, Credit) else one for one in effect.messages]
-    return replace(effect, messages=tuple(messages))
+    return cast(OpenTarget, replace(effect, messages=tuple(messages)))
 
 
 def from_the_prompt(open_request: Any, core: SpeculationCore) -> Open:

@@ -8,6 +8,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 from unittest.mock import patch
 
 from simulation.checks import Violation, Watch, require
@@ -21,8 +23,8 @@ from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, PolicyController, Round, SpeculationTally
 from outrider.planner.simulate import Clock
 from outrider.rpc.messages import Commit, Credit, Failure, Open, TargetEvent
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
 
@@ -73,8 +75,8 @@ class Client:
         core = SpeculationCore(plan.request, plan.policy, plan.examines_text, controller)
         self.watch.gateway, self.watch.seen = core.committed, list(core.committed)
         fork_of = parent.driver if parent is not None and not parent.over else None
-        doors = [Door(peer, self.watch, plan.stretch) for peer in (self.drafter, self.verifier)]
-        self.driver = SpeculationDriver(*doors, core, self.clock, fork_of, lambda reason: None)  # type: ignore[arg-type]
+        draft, target = (cast(Any, Door(peer, self.watch, plan.stretch)) for peer in (self.drafter, self.verifier))
+        self.driver = SpeculationDriver(draft, target, core, cast(Any, self.clock), fork_of, lambda reason: None)
         self.driver.start()
         self.watch.after_event()
 
@@ -163,7 +165,7 @@ class Faults:
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter()
         self._clock, self._dice = clock, dice
-        kinds: list[tuple[str, Callable[[], None]]] = []
+        kinds: list[tuple[str, Callable[..., None]]] = []
         for name, (host, peer) in (("target", targets), ("draft", drafts)):
             kinds += [
                 (f"{name} stream broken", lambda peer=peer: peer.break_stream()),
@@ -175,7 +177,7 @@ class Faults:
         when = dice.expovariate(1 / climate.every_s) if climate.every_s else climate.until
         while when < climate.until:
             name, bring = dice.choice(kinds)
-            clock.at(when, lambda name=name, bring=bring: self._happen(name, bring))
+            clock.at(when, partial(self._happen, name, bring))
             when += dice.expovariate(1 / climate.every_s)
 
     def _happen(self, name: str, bring: Callable[[], None]) -> None:
@@ -301,7 +303,7 @@ class World:
     def _run(self) -> None:
         for client in self.clients:
             parent = None if client.plan.fork_of is None else self.clients[client.plan.fork_of]
-            self.clock.at(client.plan.arrives, lambda client=client, parent=parent: client.start(parent))
+            self.clock.at(client.plan.arrives, partial(client.start, parent))
             if client.plan.leaves is not None:
                 self.clock.at(client.plan.leaves, client.leave)
         self._until(lambda: all(client.over for client in self.clients), MAX_VIRTUAL_S)

@@ -77,9 +77,9 @@ class Deployment:
                 found.append("".join(part.text for part in answer))
                 found.append([one.SerializeToString() for part in answer for one in part.logprobs])
         body = {"messages": [{"role": "user", "content": "the quick"}], "max_tokens": 8, "temperature": 1, "seed": 5}
-        answer = await self.http.post("/v1/chat/completions", json={**body, "speculation": {"acceptance": "coupled"}})
-        assert answer.status_code == 200, answer.text
-        return [*found, answer.json()["choices"][0]["message"]]
+        response = await self.http.post("/v1/chat/completions", json={**body, "speculation": {"acceptance": "coupled"}})
+        assert response.status_code == 200, response.text
+        return [*found, response.json()["choices"][0]["message"]]
 
     async def settled(self) -> None:
         """Nothing is open any more, all blocks are free, both devices work, and nobody has logged an error."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.kernels import INTERPRETED
+from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from outrider.engine import cuda_graphs, model_runner
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import HostTimer
 
 
@@ -30,18 +33,19 @@ class Replayed:
         self.replayed = 0
         self._stream: list[Callable[[], object]] = []
 
-    def host_buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32)
-
     def upload(self, target: Tensor, source: Tensor) -> None:
-        self._stream.append(lambda: target.copy_(source))
+        sent = source.clone()
+        self._stream.append(lambda: target.copy_(sent))
 
-    def wait_for_upload(self) -> None:
-        self.synchronize()
+    def download(self, source: Tensor) -> Callable[[], Tensor]:
+        found: list[Tensor] = []
+        self._stream.append(lambda: found.append(source.clone().cpu()))
 
-    def download(self, source: Tensor) -> Tensor:
-        self.synchronize()
-        return source.clone().cpu()
+        def read() -> Tensor:
+            self.synchronize()
+            return found[0]
+
+        return read
 
     def capture(self, step: Callable[[], object]) -> Callable[[], object]:
         self.captured += 1
@@ -60,8 +64,9 @@ class Replayed:
     def synchronize(self) -> None:
         """Runs what is due."""
         due, self._stream = self._stream, []
-        for call in due:
-            call()
+        with torch.inference_mode():
+            for call in due:
+                call()
 
 
 DEVICE = torch.device("cuda")
@@ -77,10 +82,10 @@ VIEWS = STAY_ON_HOST | {"view", "split", "tensor_split", "unbind", "squeeze", "u
 class DeviceTensor(Tensor):
     """Lies on the device."""
 
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class WrongPlace(AssertionError):
@@ -149,7 +154,7 @@ class PretendedDevice(TorchFunctionMode):
             kwargs["device"] = "cpu"
         return torch.device(device.type)
 
-    def _check(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], on_device: list[Tensor]) -> None:
+    def _check(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], on_device: Sequence[Tensor]) -> None:
         if not on_device:
             return
         if name == "numpy" or name == "__array__":
@@ -213,11 +218,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def pretended_device() -> Iterator[PretendedDevice]:
-    """A device for the time of the context, whose Triton kernels are interpreted."""
+def pretended_device(checks_overflow: bool = False) -> Iterator[PretendedDevice]:
+    """A device for the time of the context, whose Triton kernels are interpreted. Whether 32 bits suffice for every sum
+    and product is asked in the kernels' own tests, and here where it is wanted: it takes a third of the time."""
     from triton.runtime import interpreter
 
-    launch = interpreter.GridExecutor.__call__
+    launch, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
+    options = replace(builder.options, sanitize_overflow=checks_overflow)
 
     def checked(executor: Any, *args: Any, **kwargs: Any) -> None:
         given = list(_tensors((args, kwargs)))
@@ -229,6 +236,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
     with pytest.MonkeyPatch.context() as patch, PretendedDevice() as device:
         patch.setattr(interpreter.GridExecutor, "__call__", checked)
+        patch.setattr(builder, "options", options)
         patch.setattr(model_runner, "timer_of", lambda _: HostTimer())
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -237,14 +245,31 @@ def pretended_device() -> Iterator[PretendedDevice]:
         yield device
 
 
-@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest) -> Iterator[PretendedDevice | None]:
-    """Holds a test to a device's rules where there is none; None stands for a real one."""
+@contextmanager
+def device_of(request: pytest.FixtureRequest) -> Iterator[PretendedDevice | None]:
+    """What a fixture gives whose parameter is "pretended" or "cuda"; None stands for a real one."""
     pytest.importorskip("triton")
     if (request.param == "pretended") != INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1" if INTERPRETED is False else "needs a GPU and TRITON_INTERPRET=0")
-    if request.param == "cuda":
-        yield None
-        return
-    with pretended_device() as device:
+    checked = request.config.getoption("--prove")
+    with nullcontext() if request.param == "cuda" else pretended_device(checked) as device:
         yield device
+
+
+@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Iterator[PretendedDevice | None]:
+    """Holds a test to a device's rules where there is none."""
+    with device_of(request) as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> tuple[Any, dict[str, Tensor]]:
+    """The smallest model that a device runs here: its configuration and weights."""
+    return tiny_config("llama", **SMALLEST), tiny_state(tiny_hf_model("llama", **SMALLEST))
+
+
+@pytest.fixture(scope="module")
+def on_host(checkpoint: Any) -> LoadedModel:
+    """What is expected of the device."""
+    return build_decoder(*checkpoint, dtype="float32", device="cpu")

@@ -12,7 +12,7 @@ from typing import Any
 from support.fakes import VOCAB, Rule, arithmetic
 
 from outrider.rpc.messages import Commit, Load, StepTimings
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 from outrider.vllm.draft_client import DraftClient
 from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import StepReport

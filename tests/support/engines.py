@@ -21,10 +21,11 @@ from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.engine import cuda_graphs
 from outrider.engine.adapters.loader import LoadedAdapter
 from outrider.engine.adapters.resident import ResidentAdapters
-from outrider.engine.batch import BatchEntry
-from outrider.engine.grammar import GrammarCompiler, Matcher
+from outrider.engine.batch import BatchEntry, StepLimits
+from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.random import RandomKey
@@ -49,8 +50,9 @@ from outrider.rpc.messages import (
     TargetEvent,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.grammars import Grammars
 from outrider.target_service.outputs import ComputedStep
@@ -188,12 +190,12 @@ def naive(
     if request.sampling.greedy or (request.one_hot and request.acceptance == AcceptanceRule.REJECTION):
         return int(greedy_choice(logits, sampling)[0]), None
     probs, _ = logits_to_probs(logits, sampling)
-    place = [torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion)]
+    seed, place, completion = (torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion))
     if request.acceptance == AcceptanceRule.COUPLED:
-        return int(coupled_choice(probs, exponential_noise(*place, vocab_size))), None
+        return int(coupled_choice(probs, exponential_noise(seed, place, completion, vocab_size))), None
     by_chain = request.acceptance == AcceptanceRule.BLOCK
     draw = DraftSampling(DraftRule.REJECTION, RandomKey(0, 0), by_chain=by_chain).of_chain(*chain).key.draw
-    samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2], draw))
+    samples = draft_sample(probs, words(seed, place, Purpose.DRAFT, completion, draw))
     return int(samples.token_ids), TokenWeights.of(samples.entry_ids.tolist(), samples.entry_weights.tolist())
 
 
@@ -282,6 +284,12 @@ class TargetHarness:
         engine = TargetEngine(runner, limits, clock=clock, **{"on_step": count} | options)
         harness = cls(engine)
         return harness
+
+    def capture(self, limits: StepLimits) -> None:
+        """Captures its steps, and what judges them, as a target on a GPU does at its start."""
+        runner = self.engine._runner
+        runner.capture(limits, cuda_graphs.CudaGraphs(runner.model.device))
+        self.engine.steps.verifier = verifier_of(runner, VOCAB)
 
     def send(self, *messages: Any) -> None:
         for message in messages:

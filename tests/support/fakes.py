@@ -31,11 +31,11 @@ from outrider.rpc.messages import (
     PromptLogprobs,
     StepTimings,
     TargetInfo,
-    TokenLogprob,
 )
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams, TokenOrigin
 from outrider.rpc.server import Server, build_server
 from outrider.rpc.stream import FrameStream, StreamConfig, server_stream
+from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams, TokenOrigin
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 PROMPT = (11, 12, 13)
@@ -265,7 +265,7 @@ class DraftSequence:
         self.over = True
 
     def propose(self) -> None:
-        position, ids = len(self.drafted), []
+        position, ids = len(self.drafted), list[int]()
         if self.over or self.toy.mute:
             return
         while len(self.drafted) < self.until and len(ids) < self.window:
@@ -495,7 +495,7 @@ async def serving(servicer: Any, address: str = "127.0.0.1:0") -> AsyncIterator[
         await server.stop(0)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[..., object], timeout_s: float = 30.0) -> None:
     """Waits for something to become true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (a condition of another object)

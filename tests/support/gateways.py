@@ -21,21 +21,23 @@ import grpc.aio
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
+from support.environment import START_S
 from support.fakes import ToyDraft, ToyTarget
 from support.models import save_tiny, train_byte_level
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from outrider.client import Client, Part, Retry, SyncClient
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.http.app import HttpServer
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.http.server import HttpServer
+from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.request_metrics import measure
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import OutriderError, Unavailable
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import generation_pb2 as pb
 
 PROMPT = [11, 12, 13]
@@ -110,7 +112,8 @@ async def over_grpc(servicer: GenerationServicer) -> AsyncIterator[str]:
 class Gateway:
     """One engine behind two servers."""
 
-    engine: MeteredEngine
+    engine: GenerationEngine
+    metrics: GatewayMetrics
     http: HttpServer
     grpc_address: str
     target: ToyTarget
@@ -138,12 +141,13 @@ async def gateway(
     **config: Any,
 ) -> AsyncIterator[Gateway]:
     target = target or ToyTarget()
-    engine = MeteredEngine(tokenizer or toy_tokenizer(), target, draft, EngineConfig(**config))
-    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
+    engine = GenerationEngine(tokenizer or toy_tokenizer(), target, draft, EngineConfig(**config))
+    metrics = measure(engine)
+    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options, series=metrics)
     async with over_grpc(GenerationServicer(engine)) as address:
         await http.start()
         try:
-            yield Gateway(engine, http, address, target)
+            yield Gateway(engine, metrics, http, address, target)
         finally:
             await http.stop()
     assert engine.admission.num_active == 0
@@ -239,7 +243,6 @@ def text_of_parts(parts: list[Part], index: int = 0) -> str:
     return "".join(part.text for part in parts if part.index == index)
 
 
-START_S = 60
 HTTP = r"gateway http on (\S+)"
 METRICS = r"gateway metrics on (\S+)"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

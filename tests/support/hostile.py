@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import grpc.aio
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ MANY = 4000  # entries of a list; of short ones a frame holds so many
 Fields = tuple[FieldDescriptor, ...]
 
 
-def leaves(descriptor: Descriptor, before: Fields = ()) -> Iterator[Fields]:
+def leaves(descriptor: Any, before: Fields = ()) -> Iterator[Fields]:
     """Every field of a message that holds no message, with those that it is in."""
     for field in descriptor.fields:
         inner = field.message_type
@@ -92,7 +92,7 @@ def with_leaf(base: Message, path: Fields, value: Any) -> Message:
         if field.is_repeated:
             inner = inner[0] if len(inner) else inner.add()
     _set(inner, path[-1], value)
-    return changed
+    return cast(Message, changed)
 
 
 def _set(message: Any, field: FieldDescriptor, value: Any) -> None:
@@ -115,7 +115,7 @@ def messages(kind: type[Message], depth: int = 4) -> SearchStrategy:
     return drawn.map(lambda values: kind(**values))
 
 
-def _values(field: FieldDescriptor, depth: int) -> SearchStrategy:
+def _values(field: Any, depth: int) -> SearchStrategy:
     inner = field.message_type
     if inner is not None and inner.GetOptions().map_entry:
         keys, values = (st.sampled_from(_scalars(one)) for one in inner.fields)
@@ -145,7 +145,7 @@ def drawn(strategy: SearchStrategy, count: int) -> list[Any]:
     found: list[Any] = []
 
     @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=count, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)

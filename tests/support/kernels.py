@@ -7,7 +7,9 @@ as Python, so it takes much that the compiler refuses."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +70,7 @@ def interpreter() -> None:
     if INTERPRETED and importlib.util.find_spec("triton") is not None:
         _count_by_scalars()
         _patch_once_a_launch()
+        _remember_types()
         _multiply_row_by_row()
 
 
@@ -102,10 +105,44 @@ def _patch_once_a_launch() -> None:
         patched.add(visible)
         if is_launch:
             restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
+
+            def restored() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = restored
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _remember_types() -> None:
+    """For every value the interpreter looks up numpy's type in a table that it builds anew, and wraps each number of
+    its shape: a fifth of its time, for the same few types and shapes."""
+    from triton.runtime import interpreter
+
+    tl = interpreter.tl
+    numpy_types: dict[str, np.dtype[Any]] = {}
+    numpy_type = interpreter._get_np_dtype
+
+    def remembered(kind: Any) -> np.dtype[Any]:
+        scalar = kind.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return np.dtype(np.uint64)
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = numpy_type(scalar)
+        return numpy_types[scalar.name]
+
+    @functools.cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+    def made(tensor: Any, handle: Any, kind: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.shape, tensor.numel = wrapped(tuple(kind.shape) if kind.is_block() else ())
+
+    interpreter._get_np_dtype = remembered
+    tl.tensor.__init__ = made
 
 
 def _multiply_row_by_row() -> None:

@@ -11,7 +11,8 @@ from support.fakes import ToyDraft, ToyTarget
 from support.gateways import toy_tokenizer
 
 from outrider.draft_service.metrics import DraftMetrics
-from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.request_metrics import measure
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.metrics import Metrics
 from outrider.target_service.metrics import TargetMetrics
@@ -53,7 +54,7 @@ def declared() -> dict[str, str]:
     loaded = tiny_model()[1]
     target.attach(partial(stats_of, TargetHarness.of(loaded).engine), Idle(), MODEL)
     draft.attach(DraftHarness().engine, Idle(), MODEL)
-    gateway = MeteredEngine(toy_tokenizer(), ToyTarget(), ToyDraft()).metrics
+    gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()))
     found: dict[str, str] = {}
     for metrics in (gateway, target, draft):
         for family in text_string_to_metric_families(metrics.render("")[0].decode()):

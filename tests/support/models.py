@@ -113,7 +113,7 @@ def build_decoder(
     state: Mapping[str, Tensor],
     *,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     batch_invariant: bool = False,
 ) -> LoadedModel:

@@ -31,7 +31,7 @@ class TinyPair:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    options = {"vocab_size": VOCAB, "eos_token_id": None}
+    options: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None}
     target = save_tiny(tmp_path_factory.mktemp("target"), seed=1, **options)
     draft = save_tiny(tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1, **options)
     for folder in (target, draft):

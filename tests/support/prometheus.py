@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support.environment import START_S
 
 REPOSITORY = Path(__file__).parents[2]
 RULES, DASHBOARDS = REPOSITORY / "k8s/rules", REPOSITORY / "k8s/dashboards"
-START_S = 60.0
 
 
 def rules() -> list[dict[str, Any]]:

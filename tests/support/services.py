@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.environment import START_S
+from support.nursery import nurseries
 
+from outrider.cli import local_services
 from outrider.cli.__main__ import main
-from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.cli.local_services import Service, Services
 from outrider.pairs import PairPaths, pair_path
 
 END_S = 60
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+
+def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) -> None:
+    """Waits until a gateway has found a target and a draft."""
+    asyncio.run(local_services.wait_for_draft(address, timeout_s, check))
 
 
 def children_of(pid: int) -> list[int]:
@@ -94,7 +103,6 @@ def succeed(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None
     return done.stdout
 
 
-START_S = 60
 COMMON = ("--listen", "127.0.0.1:0", "--grace-s", "1")
 
 
@@ -135,6 +143,14 @@ class Trio:
         """As by a machine that loses its power."""
         os.killpg(service.pid, signal.SIGKILL)
         self.services.stop(service)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_services(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Services of the tests start without importing anything, but in the long forms, where each is a program of its
+    own."""
+    with nullcontext() if pytestconfig.getoption("--prove") else nurseries():
+        yield
 
 
 @pytest.fixture(scope="session")

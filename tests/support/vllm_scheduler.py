@@ -26,10 +26,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TargetEvent
 from outrider.target_service.draft_buffer import ChainBuffer
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import engine_args
 from outrider.vllm import DraftScheduler
 from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import StepReport
+from outrider.vllm.target.assembly import engine_args
 
 VOCAB = 97
 BLOCK = 16
@@ -130,7 +130,7 @@ def vllm_config(folder: Path) -> Any:
 class Steps:
     """A scheduler and what it runs on: every step is planned, computed by `next_token`, and committed."""
 
-    def __init__(self, folder: Path, num_blocks: int = 64, max_loras: int = 0, **credit: int) -> None:
+    def __init__(self, folder: Path, num_blocks: int = 64, max_loras: int = 0, **credit: Any) -> None:
         config = vllm_config(folder)
         config.cache_config.num_gpu_blocks = num_blocks
         config.lora_config = LoRAConfig(max_loras=max_loras) if max_loras else None

@@ -56,14 +56,15 @@ class Running:
 
     def __init__(self, service: TargetService, channel: grpc.aio.Channel) -> None:
         self.service, self.channel = service, channel
-        self.stub = target_pb2_grpc.TargetServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.stub = target_pb2_grpc.TargetServiceStub(channel)
 
     async def load(self, name: str, path: Path | str) -> Adapter:
         request = target_pb2.LoadAdapterRequest(name=name, path=str(path))
         return ADAPTER.decode((await self._call(self.stub.LoadAdapter, request)).adapter)
 
     async def unload(self, name: str) -> int:
-        return (await self._call(self.stub.UnloadAdapter, target_pb2.UnloadAdapterRequest(name=name))).num_sequences
+        answer = await self._call(self.stub.UnloadAdapter, target_pb2.UnloadAdapterRequest(name=name))
+        return int(answer.num_sequences)
 
     async def info(self) -> TargetInfo:
         return TARGET_INFO.decode(await self.stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))

@@ -41,7 +41,7 @@ class Bench:
         harness = TargetHarness.of(self.loaded, adapters=resident, **options)
         for name in names:
             info, prepared = self.adapter(resident, name)
-            harness.engine.add_adapter(info, prepared)
+            harness.engine.adapters.table.add(info, prepared)
         return harness
 
     def adapter(self, resident: ResidentAdapters, name: str) -> tuple[Adapter, PreparedAdapter]:
@@ -140,9 +140,9 @@ def test_caches_are_never_shared(bench: Bench) -> None:
         assert harness.decode_plain(number, opened(number, prompt, max_tokens=8, adapter=name)) == alone[name], name
         found = harness.commits(number)[0].num_cached_ids
         assert found == (48 if number > 3 else 0), "its own blocks are found, and no other's"
-    harness.engine.remove_adapter("one")
+    harness.engine.adapters.table.remove("one")
     info, prepared = bench.adapter(resident_of(harness), "one")
-    harness.engine.add_adapter(Adapter("again", info.digest, info.rank), prepared)
+    harness.engine.adapters.table.add(Adapter("again", info.digest, info.rank), prepared)
     assert harness.decode_plain(7, opened(7, prompt, max_tokens=8, adapter="again")) == alone["one"]
     assert harness.commits(7)[0].num_cached_ids == 48, "the same weights under another name are the same"
 
@@ -158,7 +158,7 @@ def test_a_fork_has_its_parents_adapter(bench: Bench) -> None:
     harness = bench.harness()
     harness.send(opened(1, prompt, max_tokens=8, adapter="one"), Credit(1, 21, 0))
     harness.run()
-    harness.engine.remove_adapter("one")
+    harness.engine.adapters.table.remove("one")
     harness.send(opened(2, (), max_tokens=8, fork_of=1, completion=1), Credit(2, 1 << 20, 0))
     harness.send(opened(3, (), max_tokens=8, fork_of=1, completion=2, adapter="one"), Credit(3, 1 << 20, 0))
     harness.send(opened(4, (), max_tokens=8, fork_of=1, completion=3, adapter="two"))
@@ -196,12 +196,12 @@ def test_what_is_unloaded_serves_those_that_have_it_and_goes_with_the_last(bench
     prompt = prompt_of(6)
     harness = bench.harness(names=("two",))
     info, prepared = bench.adapter(resident_of(harness), "one")
-    harness.engine.add_adapter(info, prepared)
+    harness.engine.adapters.table.add(info, prepared)
     kept, weights = weakref.ref(prepared.weights), prepared
     for number in (1, 2):
         harness.send(opened(number, prompt, max_tokens=30, adapter="one"), Credit(number, 25, 0))
     harness.run()
-    assert harness.engine.remove_adapter("one") == 2
+    assert harness.engine.adapters.table.remove("one") == 2
     assert weights in resident_of(harness)
     harness.send(opened(3, prompt, max_tokens=4, adapter="one"))
     assert "allowed: two" in harness.failures(3)[0].message
@@ -213,7 +213,7 @@ def test_what_is_unloaded_serves_those_that_have_it_and_goes_with_the_last(bench
     del weights, prepared
     assert kept() is None, "nothing keeps its weights"
     with pytest.raises(NotFound):
-        harness.engine.remove_adapter("one")
+        harness.engine.adapters.table.remove("one")
 
 
 def test_more_adapters_than_fit_take_turns(bench: Bench) -> None:
@@ -235,14 +235,14 @@ def test_more_adapters_than_fit_take_turns(bench: Bench) -> None:
 
 def test_turns() -> None:
     a, b, c, d = (PreparedAdapter(name, 1, None) for name in "abcd")
-    turns = AdapterTurns(2)
+    turns = AdapterTurns[PreparedAdapter](2)
     assert turns.choose([a, b, a]) == {a, b}
     chosen = [turns.choose([a, b, c, d]) for _ in range(4 * TURN)]
     assert [chosen[at] for at in range(0, 4 * TURN, TURN)] == [{a, b}, {c, d}, {a, b}, {c, d}]
     assert all(chosen[at] == chosen[at - at % TURN] for at in range(4 * TURN))
     assert turns.choose([d, b, a], first=d) >= {d}
     assert d in turns.choose([b, a, c, d], first=d), "the oldest is in every step"
-    alone = AdapterTurns(1)
+    alone = AdapterTurns[PreparedAdapter](1)
     chosen = [alone.choose([a, b], first=a) for _ in range(2 * TURN)]
     assert chosen == [{a}] * TURN + [{b}] * TURN, "nor does the oldest keep all others out"
     assert len(turns.choose([a, c, b])) == 2, "whose turn it was wants nothing: others take the place"

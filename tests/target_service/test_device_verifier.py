@@ -8,31 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.devices import PretendedDevice, Replayed, gpu
-from support.engines import (
-    BLOCK,
-    COUPLED,
-    GRAMMAR_EOS,
-    REJECTION,
-    VOCAB,
-    TargetHarness,
-    grammars_at_once,
-    opened,
-)
+from support.devices import PretendedDevice, Replayed, checkpoint, gpu, on_host
+from support.engines import BLOCK, COUPLED, GRAMMAR_EOS, REJECTION, VOCAB, TargetHarness, grammars_at_once, opened
 from support.heads import random_head
 from support.kernels import interpreter
 from support.models import SMALLEST, ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine import cuda_graphs
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
-from outrider.engine.model_runner import ModelRunner
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open, TokenWeights
-from outrider.rpc.sampling_params import LogprobsMode, StructuredOutput
-from outrider.target_service.device_verifier import verifier_of
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.structured import StructuredOutput
 
-__all__ = ["gpu", "interpreter"]
+__all__ = ["checkpoint", "gpu", "interpreter", "on_host"]
+
+pytestmark = pytest.mark.compilers
 
 LIMITS = StepLimits(max_rows=8, max_sequences=4, max_query_len=2)
 MAX_TOKENS = 7
@@ -89,23 +79,11 @@ def run(
     return {request.sequence_id: harness.commits(request.sequence_id) for request in requests}
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> tuple[Any, dict[str, torch.Tensor]]:
-    return tiny_config("llama", **SMALLEST), tiny_state(tiny_hf_model("llama", **SMALLEST))
-
-
-@pytest.fixture(scope="module")
-def on_host(checkpoint: Any) -> LoadedModel:
-    return build_decoder(*checkpoint, dtype="float32", device="cpu")
-
-
 def on_device(checkpoint: Any, *, captured: bool, **options: Any) -> TargetHarness:
     loaded = build_decoder(*checkpoint, dtype="float32", device="cuda")
     harness = TargetHarness.of(loaded, **options)
     if captured:
-        runner: ModelRunner = harness.engine._runner
-        runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
-        harness.engine.verifier = verifier_of(runner, VOCAB)
+        harness.capture(LIMITS)
     return harness
 
 
@@ -190,10 +168,8 @@ def test_a_head_drafts_on_the_device_what_it_drafts_on_the_host(
     for device in ("cpu", "cuda"):
         loaded = build_decoder(tiny_config("llama", **sizes), tiny_state(hf), dtype="float32", device=device)
         harness = TargetHarness.of(loaded, head=random_head(layout, tmp_path, hf, loaded))
-        runner = harness.engine._runner
         if device == "cuda":
-            runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
-            harness.engine.verifier = verifier_of(runner, VOCAB)
+            harness.capture(LIMITS)
         requests = [
             replace(request, method="eagle3" if layout == "p-eagle" else layout)
             for request in requests_of(HEAD_REQUESTS)

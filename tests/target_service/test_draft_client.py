@@ -18,8 +18,8 @@ from support.fakes import QUICK, VOCAB, DraftServicer, ToyDraft, draft_info, exp
 
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
 from outrider.rpc.security import ClientTls
+from outrider.rpc.words.sampling_params import AcceptanceRule, FinishReason
 from outrider.vllm.draft_client import (
     MOST_BRANCHES,
     TRIAL_EVERY,

@@ -16,7 +16,7 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.engine.worker import DeviceLost
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.target_service import engine
+from outrider.target_service import steps
 from outrider.target_service.engine import run_isolated
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
@@ -78,14 +78,14 @@ def model_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 
 
 def verifier_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
-    verify = harness.engine.verifier.verify
+    launch = harness.engine.steps.verifier.launch
 
     def fragile(logits: torch.Tensor, windows: Sequence[ScheduledSequence], *masks: Any) -> Any:
         if any(window.target.key == (1, CULPRIT) for window in windows):
             raise RuntimeError("injected")
-        return verify(logits, windows, *masks)
+        return launch(logits, windows, *masks)
 
-    patch.setattr(harness.engine.verifier, "verify", fragile)
+    patch.setattr(harness.engine.steps.verifier, "launch", fragile)
 
 
 def commit_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
@@ -102,12 +102,12 @@ def plan_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 
 
 def preparing_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
-    prepare = harness.engine.verifier.prepare
+    prepare = harness.engine.steps.verifier.prepare
 
     def fragile(target: TargetSequence) -> bool:
         return raising() if target.key == (1, CULPRIT) else prepare(target)
 
-    patch.setattr(harness.engine.verifier, "prepare", fragile)
+    patch.setattr(harness.engine.steps.verifier, "prepare", fragile)
     while harness.engine._prepare_ahead():
         pass
 
@@ -134,7 +134,7 @@ def raising(*_: object) -> Any:
     raise RuntimeError("injected")
 
 
-FAULTS = {
+FAULTS: dict[Callable[[TargetHarness, pytest.MonkeyPatch], None], str] = {
     model_raises: "STEP_FAILED",
     verifier_raises: "STEP_FAILED",
     plan_raises: "STEP_FAILED",
@@ -214,7 +214,7 @@ def test_a_lost_device_ends_the_engine_and_fails_nobody(loaded: LoadedModel, mon
     def lost(device: torch.device) -> None:
         raise DeviceLost("injected")
 
-    monkeypatch.setattr(engine, "require_device", lost)
+    monkeypatch.setattr(steps, "require_device", lost)
     monkeypatch.setattr(harness.engine._runner, "forward", raising)
     with pytest.raises(DeviceLost):
         harness.engine.step(0.0)
@@ -229,7 +229,7 @@ def test_a_fault_of_an_idle_target_is_told_at_once(loaded: LoadedModel, monkeypa
     harness.run()
     harness.send(Credit(CULPRIT, 1 << 20, 3, 60_000))  # it waits for its draft
     monkeypatch.setattr(harness.engine, "_flush", lambda: told.append(len(harness.failures(CULPRIT))))
-    monkeypatch.setattr(harness.engine.verifier, "prepare", raising)
+    monkeypatch.setattr(harness.engine.steps.verifier, "prepare", raising)
     assert harness.engine.step(harness.now) != 0.0 and harness.num_steps == 1
     assert [failure.reason for failure in harness.failures(CULPRIT)] == ["COMMIT_FAILED"] and told[-1:] == [1]
 
@@ -272,7 +272,7 @@ def test_a_command_that_raises_costs_one_sequence(
 
 
 def test_halves_run_until_the_ones_that_fail_are_alone() -> None:
-    ran, gone = [], []
+    ran, gone = list[int](), list[int]()
 
     def run(items: Sequence[int]) -> Sequence[int]:
         if {3, 12} & set(items):
@@ -287,7 +287,7 @@ def test_halves_run_until_the_ones_that_fail_are_alone() -> None:
 
 @pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 1, 2, 3}, {2, 3, 15}, set(range(8))])
 def test_all_that_can_run_does_though_several_fail_alone(bad: set[int]) -> None:
-    ran, gone = [], []
+    ran, gone = list[int](), list[int]()
 
     def run(items: Sequence[int]) -> Sequence[int]:
         if bad & set(items):

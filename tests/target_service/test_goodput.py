@@ -1,5 +1,4 @@
-"""Windows under load: the choice of most tokens per time, in closed form, and that it changes no token. A step is held
-back for windows on their way, never longer than that could have saved."""
+"""Windows under load: the choice of most tokens per time, in closed form, and that it changes no token."""
 
 from __future__ import annotations
 
@@ -16,15 +15,8 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 from outrider.engine.loader import LoadedModel
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
-from outrider.target_service.goodput import (
-    MARGIN,
-    PROBE_SHARE,
-    BatchingDelay,
-    Goodput,
-    GoodputRequest,
-    best_rows,
-)
+from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.target_service.goodput import MARGIN, PROBE_SHARE, Goodput, GoodputRequest, best_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FLAT = tuple((rows, 10_000) for rows in ROWS)
@@ -122,7 +114,7 @@ def test_a_prompt_adds_its_share_of_the_time() -> None:
     assert goodput.rows_beside(32, 0.5) == 23  # half of 32 ms and of a pause of nearly 16
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     chances=st.lists(st.lists(st.floats(0.05, 1.0), max_size=4), min_size=1, max_size=3),
     steps=st.lists(st.floats(0.0, 2.0), min_size=13, max_size=13),
@@ -296,16 +288,17 @@ def windows_of(loaded: LoadedModel, tokens: random.Random, acceptance: Acceptanc
         request = opened(index, prompt, max_tokens=LENGTH, acceptance=acceptance, temperature=1.0)
         harness.send(request, Credit(index, 1 << 20, 6))
     assert harness.engine.step(0.0) == 0.0
-    past = random.Random(5)
-    chosen = []
+    past, goodput = random.Random(5), harness.engine.scheduler.goodput
+    assert goodput is not None
+    chosen = list[list[int]]()
     for _ in range(12):
         for index, target in enumerate(harness.engine.scheduler.sequences.values()):
             ids = [tokens.randrange(3, VOCAB) for _ in range(6)]
             weights = tuple(weights_of(tokens) for _ in ids) if acceptance == REJECTION else ()
             target.chains.add(DraftTokens(index, 100 * len(chosen), target.committed, tuple(ids), weights))
             for _ in range(3):
-                harness.engine.scheduler.goodput.add_verified(target.acceptance, 6, past.randrange(index + 1))
-        limits = harness.engine.scheduler._cut(list(harness.engine.scheduler.sequences.values()), 512)
+                goodput.add_verified(target.acceptance, 6, past.randrange(index + 1))
+        limits = harness.engine.scheduler._cut(list(harness.engine.scheduler.sequences.values()), 512).limits
         chosen.append(list(limits.values()))
         for target in harness.engine.scheduler.sequences.values():
             target.sequence.tokens.append(tokens.randrange(3, VOCAB))
@@ -320,42 +313,3 @@ def test_no_peeking(loaded: LoadedModel, acceptance: AcceptanceRule) -> None:
     first, *others = (windows_of(loaded, random.Random(seed), acceptance) for seed in range(4))
     assert all(other == first for other in others)
     assert len({window for step in first for window in step}) > 2
-
-
-STEP_S = 0.04
-
-
-def gathering() -> BatchingDelay:
-    made = BatchingDelay()
-    made.add_step(STEP_S, chunked=False)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("dues", "limit"),
-    [
-        ([0.0], 0.0),
-        ([0.0, 9.0], STEP_S / 2),
-        ([0.0, 0.0, 0.0, 9.0], STEP_S / 4),
-        ([0.0, 9.0, 9.0, 9.0], STEP_S * 3 / 4),
-    ],
-)
-def test_the_limit_is_what_it_could_save(dues: list[float], limit: float) -> None:
-    made = gathering()
-    assert made.hold(dues, 1.0) == pytest.approx(limit)
-    assert made.hold(dues, 1.0 + limit / 2) == pytest.approx(limit / 2)  # counted from the first time
-    assert made.hold(dues, 1.0 + limit + 1e-9) == 0.0
-    made.add_step(STEP_S, chunked=False)
-    assert made.hold(dues, 2.0) == pytest.approx(limit)
-
-
-def test_it_ends_when_the_last_one_comes() -> None:
-    made = gathering()
-    assert made.hold([0.0, 9.0], 1.0) > 0
-    assert made.hold([0.0, 1.001], 1.001) == 0.0
-
-
-def test_prompts_say_nothing_of_other_steps() -> None:
-    made = gathering()
-    made.add_step(100 * STEP_S, chunked=True)
-    assert made.hold([0.0, 9.0], 1.0) == pytest.approx(STEP_S / 2)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.engines import GRAMMAR_EOS, AtOnce, TargetHarness, grammar_compiler, opened, tiny_model
 
-from outrider.engine import grammar_queue
+from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.messages import Close, Credit, Failure
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.grammars import GIVE_UP_S, Grammars, WorkClock
 
 

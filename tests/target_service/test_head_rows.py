@@ -19,6 +19,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Close, Credit, Open
 from outrider.target_service.goodput import Goodput
+from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.sequence import TargetSequence
 
 LAYERS = ("eagle3", "p-eagle", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "mtp")))
@@ -72,8 +73,8 @@ class Checked:
             table = list(range(-(-end // BLOCK_SIZE)))
             anew = KVCache.allocate(self.head.layers, len(table), torch.float32, "cpu")
             self.head.first(build_batch([BatchEntry(text[1:], 1, table, 1)], BLOCK_SIZE, "cpu"), features, anew)
-        local = self.harness.engine.local_draft
-        assert local is not None
+        local = self.harness.engine.parts[-1]
+        assert isinstance(local, HeadDrafter)
         for found, expected in zip((*local._cache.keys, *local._cache.values), (*anew.keys, *anew.values), strict=True):
             rows = found[torch.tensor(sequence.block_table)].flatten(0, 1)[1:end]
             torch.testing.assert_close(rows, expected.flatten(0, 1)[1:end], atol=1e-4, rtol=1e-3)
@@ -162,8 +163,9 @@ def test_windows_that_are_cut(models: Any, head: Head) -> None:
 
 @pytest.mark.parametrize("layout", ["eagle3", "medusa", "p-eagle"])
 def test_a_head_whose_numbers_are_none_drafts_nothing(models: Any, layout: str, tmp_path: Path) -> None:
-    broken = random_head(layout, tmp_path, *models, scale=float("nan"))
-    harness = TargetHarness.of(models[1], head=broken)
+    hf, loaded = models
+    broken = random_head(layout, tmp_path, hf, loaded, scale=float("nan"))
+    harness = TargetHarness.of(loaded, head=broken)
     harness.send(asked(1, prompt_of(1), broken, max_tokens=12), Credit(1, FAR, 4))
     harness.run()
     assert harness.output(1) == alone(models[1], asked(1, prompt_of(1), broken, max_tokens=12))
@@ -206,8 +208,8 @@ def test_plain_tokens_wait_for_the_end_of_their_block(models: Any, head: Head) -
     """Off costs next to nothing, and what is drafted afterwards is what it would have been."""
     loaded, prompt, request = models[1], prompt_of(6, 20), {"max_tokens": 60}
     checked = Checked(models, head, every=1)
-    local = checked.harness.engine.local_draft
-    assert local is not None
+    local = checked.harness.engine.parts[-1]
+    assert isinstance(local, HeadDrafter)
     checked.harness.send(asked(1, prompt, head, **request), Credit(1, 60, 0))
     checked.run()
     assert local.num_steps == 1 + 2, "the prompt, and the two blocks that are full"

@@ -15,10 +15,11 @@ from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, AtOnce, grammar_compile
 from support.models import ascii_backend
 from torch import Tensor
 
-from outrider.engine.grammar import GrammarSpec
-from outrider.engine.token_masks import Constraint, allowed_ids
-from outrider.rpc.messages import Reasoning
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, StructuredOutput
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.masks import allowed_ids
+from outrider.engine.grammar.source import GrammarSpec
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 from outrider.target_service import lazy_masks, verifier
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.grammars import Grammars, spec_of
@@ -83,7 +84,7 @@ def judged(rows: Sequence[Tensor], windows: Sequence[ScheduledSequence], *, lazi
         masks.wait(0.0)
     found = {
         one.scheduled.target.key: (one.ids, one.origins, one.num_accepted, one.finish_reason, one.invalid, one.path)
-        for one in host.verify(torch.cat([*rows]), placed, masks)
+        for one in host.launch(torch.cat([*rows]), placed, masks).read()
     }
     if masks is not None:
         masks.close()
@@ -168,9 +169,9 @@ def test_a_mask_is_made_where_none_of_the_best_is_allowed(rule: str, place: int)
     assert masks is not None
     if place == lazy_masks.MOST_LOOKS:
         with pytest.raises(RuntimeError, match="a mask was asked for"):
-            host.verify(row[None], [window], masks)
+            host.launch(row[None], [window], masks).read()
     else:
-        assert [one.ids for one in host.verify(row[None], [window], masks)] == [(letters[0],)]
+        assert [one.ids for one in host.launch(row[None], [window], masks).read()] == [(letters[0],)]
 
 
 @pytest.mark.parametrize("gap", [87.0, 103.0])  # float32's normal numbers end at e^-87.3, all of them at e^-103.3
@@ -190,7 +191,7 @@ def test_what_is_unlikely_without_the_mask_competes_under_it(gap: float) -> None
         window = scheduled(target, ())
         masks = grammars.start([window], host.takes_masks_lazily)
         assert masks is not None
-        [one] = host.verify(row[None], [window], masks)
+        [one] = host.launch(row[None], [window], masks).read()
         assert one.ids == ((letters[2],) if wait > 1.6487213 else (letters[1],))
         chosen.add(one.ids)
     assert len(chosen) == 2

@@ -11,11 +11,12 @@ from support.metrics import MODEL, Idle, scraped
 
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Close, Credit, DraftTokens
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
-from outrider.target_service.observed import ObservedStep, new_metrics, observed, stats_of
+from outrider.target_service.observed import ObservedStep, observed, stats_of
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.watchers import new_metrics
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -146,7 +147,7 @@ def test_idle_time_is_what_steps_leave() -> None:
     before = metered.read("target_device_idle_seconds_total")
     assert metered.read("target_device_idle_seconds_total") > before >= 0
     times = iter(range(0, 10**6, 500))
-    metered.harness.engine._clock = lambda: float(next(times))
+    metered.harness.engine.steps._clock = lambda: float(next(times))
     metered.harness.send(opened(1, range(5)), Credit(1, 6, 0))
     metered.harness.run()
     assert metered.read("target_device_idle_seconds_total") == 0, "a step of 500 seconds was not idle"

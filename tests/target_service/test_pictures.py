@@ -21,11 +21,11 @@ from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Failure, L
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.sequence import TargetLimits, check_open, with_prompt
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.engine import VllmEngine
-from outrider.target_service.vllm.pictures import Pictures, checked, placed_prompt
-from outrider.target_service.vllm.requests import check_request
-from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
 from outrider.vllm.source import StepReport
+from outrider.vllm.target.engine import VllmEngine
+from outrider.vllm.target.pictures import Pictures, checked, placed_prompt
+from outrider.vllm.target.requests import check_request
+from outrider.vllm.target.self_drafting import SelfDraftingEngine, Unlinked
 
 LIMITS = TargetLimits(97, 64, (2,), num_blocks=8, block_size=16, max_media_bytes=4000)
 IDS = [5, 90, 6, 7]  # 90 is a picture's placeholder
@@ -75,7 +75,7 @@ class FakeLlm:
 
 class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limits: TargetLimits = LIMITS) -> None:
-        module = "outrider.target_service.vllm"
+        module = "outrider.vllm.target"
         monkeypatch.setattr(f"{module}.pictures.decoded", lambda pictures, most: [one.digest for one in pictures])
         monkeypatch.setattr(f"{module}.engine.sampling_of", lambda message, *rest: SimpleNamespace(
             max_tokens=message.sampling.max_tokens - len(message.output_ids), min_tokens=message.sampling.min_tokens
@@ -110,7 +110,7 @@ def test_our_engine_refuses_them_by_name() -> None:
     with pytest.raises(InvalidArgument, match=r"open.media\[0\].mime_type"):
         check_open(seen(pictures=[replace(media(), mime_type="text/plain")]), LIMITS)
     with pytest.raises(ValueError, match=r"max_media_bytes \(--max-media-bytes\) is for engine vllm"):
-        TargetSettings(model="m", max_media_bytes=5)  # type: ignore[arg-type]
+        TargetSettings(model="m", max_media_bytes=5)
 
 
 def test_a_fork_has_its_parents_pictures() -> None:
@@ -208,7 +208,7 @@ async def test_the_expanded_prompt_counts(monkeypatch: pytest.MonkeyPatch) -> No
         (replace(LIMITS, max_model_len=24, num_blocks=1), ResourceExhausted, "24 tokens, the key-value cache holds 16"),
     ):
         pictures = Pictures(renderer := FakeRenderer(), limits, PIXELS)
-        monkeypatch.setattr("outrider.target_service.vllm.pictures.decoded", lambda media, most: [None])
+        monkeypatch.setattr("outrider.vllm.target.pictures.decoded", lambda media, most: [None])
         renderer.may.set()
         if kind is None:
             placed = await pictures.placed(seen())

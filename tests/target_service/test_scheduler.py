@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
+from support.engines import COUPLED, REJECTION, VOCAB, opened
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.rpc.messages import Credit, DraftTokens
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.scheduler import PROMPT_SHARE, ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import TargetLimits, TargetSequence, admit
@@ -162,21 +162,3 @@ def test_windows_have_all_rows_where_prompts_are_found_in_the_cache() -> None:
     again.sequence.tokens[:] = first.sequence.tokens[:641]
     step = crowd.step()
     assert step[2000] == 1 and sum(number < 1000 for number in step) >= 100
-
-
-STEP_S = 0.04
-
-
-def test_two_windows_share_a_step() -> None:
-    """The second chain comes while the first is held back; both are verified at once."""
-    harness = TargetHarness.of(tiny_model()[1])
-    for index in (1, 2):
-        harness.send(opened(index, (1, 2, 3)), Credit(index, 50, 2, 10_000))
-    harness.run()
-    harness.engine._batching_delay.add_step(STEP_S, chunked=False)
-    harness.send(DraftTokens(1, 0, 3 + len(harness.output(1)), (5, 6)))
-    assert harness.engine.step(harness.now) == pytest.approx(STEP_S / 2, rel=0.5)
-    harness.send(DraftTokens(2, 0, 3 + len(harness.output(2)), (5, 6)))
-    harness.run()
-    last = [harness.commits(index)[-1] for index in (1, 2)]
-    assert [commit.timings.num_sequences for commit in last] == [2, 2]

@@ -12,7 +12,7 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 
 from outrider.engine.loader import LoadedModel
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.words.sampling_params import TokenOrigin
 from outrider.target_service.settings import TargetSettings
 
 MOST = 14  # nodes

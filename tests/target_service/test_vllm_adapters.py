@@ -31,9 +31,9 @@ from outrider.rpc.servicer import Deliver
 from outrider.target_service.adapter_changes import MOST_ADAPTERS, AdapterChanges
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.adapters import AdapterBase, VllmAdapters, adapters_of, with_rows, write_adapter
-from outrider.target_service.vllm.assembly import engine_args
-from outrider.target_service.vllm.engine import VllmEngine
+from outrider.vllm.target.adapters import AdapterBase, VllmAdapters, adapters_of, with_rows, write_adapter
+from outrider.vllm.target.assembly import engine_args
+from outrider.vllm.target.engine import VllmEngine
 
 
 @dataclass
@@ -80,7 +80,7 @@ class FakeLlm:
 
 @pytest.fixture(autouse=True)
 def vllms_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=Request))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=Request))
     yield
 
 
@@ -184,7 +184,7 @@ class Harness:
         self.store = VllmAdapters(base_of(folder), self.llm)
         limits = TargetLimits(97, 512, (2,), num_blocks=64, block_size=16, model_digest=base_of(folder).digest)
         self.engine = VllmEngine(self.llm, FakeLink(), limits, vllm_adapters=self.store)
-        self.changes = AdapterChanges(self.engine, self.engine, self.store, "base", {})
+        self.changes = AdapterChanges(self.engine.adapters, self.engine, self.store, "base", {})
 
     def send(self, *messages: Any) -> None:
         self.engine.submit(Deliver(STREAM, messages, self.events.append))
@@ -196,7 +196,7 @@ class Harness:
 @pytest.fixture
 async def harness(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Harness(folder)
-    monkeypatch.setattr("outrider.target_service.vllm.engine.sampling_of", lambda *given: None)
+    monkeypatch.setattr("outrider.vllm.target.engine.sampling_of", lambda *given: None)
     yield made
     made.llm.goes_on.set()
     made.store.close()
@@ -240,7 +240,7 @@ async def test_it_stays_until_vllm_has_heard_of_the_last_requests_end(harness: H
     harness.send(opened(3, range(30), max_tokens=8, adapter="one"))
     assert isinstance(harness.events[-1], Failure) and harness.events[-1].reason == "NO_ADAPTER"
     harness.send(Close(1))
-    assert harness.events[-1] == Closed(1)
+    assert harness.events[-1:] == [Closed(1)]
     for _ in range(20):
         await asyncio.sleep(0)
     assert harness.llm.removed == [], "vLLM may be in a step of it"

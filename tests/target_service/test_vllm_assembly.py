@@ -16,8 +16,8 @@ from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.messages import Load, StepTimings
 from outrider.target_service.sequence import check_open
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm import assembly
 from outrider.vllm.source import StepReport
+from outrider.vllm.target import assembly
 
 
 class TimedLlm:

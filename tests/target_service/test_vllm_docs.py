@@ -6,8 +6,8 @@ import re
 
 from test_layout import REPOSITORY
 
-from outrider.rpc.sampling_params import CAPABILITIES
-from outrider.target_service.vllm.requests import GRAMMARS, MISSING, VLLM_CAPABILITIES
+from outrider.rpc.words.sampling_params import CAPABILITIES
+from outrider.vllm.target.requests import GRAMMARS, MISSING, VLLM_CAPABILITIES
 
 PAGE = (REPOSITORY / "docs/vllm.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

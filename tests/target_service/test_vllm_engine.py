@@ -17,16 +17,16 @@ from support.metrics import MODEL, scraped
 
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
-from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Deliver
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import FinishReason
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
-from outrider.target_service.vllm import engine as engine_module
-from outrider.target_service.vllm.engine import VllmEngine
-from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.vllm.source import StepReport
+from outrider.vllm.target import engine as engine_module
+from outrider.vllm.target.engine import VllmEngine
+from outrider.vllm.target.requests import GRAMMARS, VLLM_CAPABILITIES
 
 STREAM = 1
 HEADER = f"00-{'a' * 32}-{'b' * 16}-01"

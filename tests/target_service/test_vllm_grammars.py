@@ -8,12 +8,12 @@ import pytest
 from support.engines import GRAMMAR_EOS, VOCAB, opened
 from support.models import ascii_backend
 
-from outrider.engine import grammar_queue
+from outrider.engine.grammar import queue as grammar_queue
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import StructuredOutput
-from outrider.target_service.vllm import grammars
-from outrider.target_service.vllm.grammars import VllmGrammars
+from outrider.rpc.words.structured import StructuredOutput
+from outrider.vllm.target import grammars
+from outrider.vllm.target.grammars import VllmGrammars
 
 
 @pytest.fixture

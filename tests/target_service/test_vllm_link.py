@@ -152,7 +152,7 @@ async def test_who_has_no_key_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OUTRIDER_LINK_KEY", "00" * 32)
     stranger = await asyncio.to_thread(LinkedService, link.environment[LINK], CONFIG)
     events: list[Any] = []
-    link.on_event = link.on_end = lambda *event: events.append(event)
+    link.on_event, link.on_end = events.append, lambda: events.append(None)
     stranger.committed(StepReport(17, 0.002, StepTimings(), [], Load()))
     if not stranger._has_ended:  # by what it could not send any more
         await asyncio.to_thread(stranger.wait, WAIT_S)
@@ -166,7 +166,7 @@ async def test_who_has_no_key_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_messages_are_whole_wherever_the_socket_cuts_them() -> None:
-    sent = [[Credit(1, 9, 4)], [Close(1), DraftTokens(1, 0, 3, (11,) * 200)], []]
+    sent: list[list[Any]] = [[Credit(1, 9, 4)], [Close(1), DraftTokens(1, 0, 3, (11,) * 200)], []]
     stream = b"".join(map(framed, sent))
     for size in (1, 3, 7, 1000):
         received = Unframing()

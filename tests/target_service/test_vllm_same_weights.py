@@ -13,8 +13,8 @@ from support.models import save_tiny
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm import assembly, node
-from outrider.target_service.vllm.same_weights import require_same_weights
+from outrider.vllm.target import assembly, node
+from outrider.vllm.target.same_weights import require_same_weights
 
 
 def settings_of(folder: Path, **engine_args: Any) -> TargetSettings:

@@ -19,8 +19,8 @@ from outrider.rpc.servicer import Deliver
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
-from outrider.target_service.vllm import engine as engine_module
-from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
+from outrider.vllm.target import engine as engine_module
+from outrider.vllm.target.self_drafting import SelfDraftingEngine, Unlinked
 
 STREAM = 1
 K = 3

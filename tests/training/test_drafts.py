@@ -15,7 +15,6 @@ import torch
 from support.models import TINY, hf_logits, save_tiny, tiny_hf_model, train_byte_level
 from transformers import AutoModelForCausalLM
 
-from outrider.cli.train import main, rounds
 from outrider.engine.loader import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.pard import PardProposer
@@ -23,6 +22,7 @@ from outrider.training import drafts
 from outrider.training.drafts import DraftPlan, make_draft, measure, read_corpus, split_stream
 from outrider.training.lessons import TOP, Course, CoursePlan, Lesson, Teacher
 from outrider.training.parallel import MaskedRows, deepened, parallel_logits
+from outrider.training.train_command import main, rounds
 
 VOCAB, LENGTH = 400, 24
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2)

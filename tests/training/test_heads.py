@@ -18,7 +18,6 @@ from support.engines import TargetHarness, opened
 from support.models import save_tiny, train_byte_level
 from torch import Tensor
 
-from outrider.cli.train import main
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel, load_model
@@ -37,6 +36,7 @@ from outrider.training.heads import (
     new_head,
 )
 from outrider.training.lessons import CoursePlan, Teacher
+from outrider.training.train_command import main
 
 VOCAB, LENGTH, LAYERS = 400, 24, 6
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2)
@@ -131,7 +131,7 @@ def test_features_of_a_lesson_are_the_targets(target: Path) -> None:
 
 def test_an_expansions_features_and_weights_begin_with_the_targets(target: Path) -> None:
     """So that a head reads the same beside it."""
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
+    sizes: Any = {"hidden_size": 96, "intermediate_size": 160, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
     small, large = load_model(target), load_model(target, expand=lambda c, state: expand_llama(c, state, **sizes))
     prompts = torch.randint(3, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     hidden = small.model.hidden_size

@@ -11,13 +11,13 @@ import torch
 from support.models import save_tiny, train_byte_level
 from transformers import AutoModelForCausalLM
 
-from outrider.cli.tap import main
-from outrider.cli.train import main as train_main
 from outrider.engine.loader import load_model
 from outrider.training.drafts import read_corpus
 from outrider.training.heads import HeadPlan, make_head
 from outrider.training.lessons import CoursePlan, Lesson, Tap
+from outrider.training.tap_command import main
 from outrider.training.taps import TapPlan, cut, tap
+from outrider.training.train_command import main as train_main
 
 VOCAB, LENGTH = 400, 24
 

@@ -37,9 +37,9 @@ def worker_kernels() -> None:
     """What a worker does before it loads anything: mended, the kernels that a CPU has take the place of Triton's."""
     from vllm.platforms import current_platform
 
-    from outrider.vllm import mends
+    from outrider.vllm import patches
 
-    mends.apply()
+    patches.apply()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it looks into every module that was ever imported
         current_platform.register_triton_kernel_overrides()

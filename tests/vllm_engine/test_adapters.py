@@ -25,22 +25,23 @@ from e2e.test_adapters import PROMPT, VOCAB, Slow, answer, ids_of, tally_of
 from hostile.test_adapters import as_pickle, set_first, set_number
 from support.adapters import WEIGHTS_FILE, merged, save_adapter
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.fakes import until
 from support.models import tiny_hf_model, tiny_state, train_byte_level
-from support.services import children_of
-from vllm_engine.test_service import BLOCK, START_S, command_of, near_ties, start
+from support.services import children_of, wait_for_draft
+from vllm_engine.test_service import BLOCK, command_of, near_ties, start
 
-from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.cli.local_services import Service, Services
 from outrider.engine.adapters.loader import load_adapter as load_on_ours
 from outrider.engine.loader import load_model
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets, load_adapter, unload_adapter
-from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError
-from outrider.rpc.sampling_params import SamplingParams
-from outrider.target_service.vllm.assembly import ONE_PROCESS
+from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
+from outrider.rpc.words.sampling_params import SamplingParams
+from outrider.vllm.target.assembly import ONE_PROCESS
 
 AWAY_WAIT_S = 30.0  # plain decoding of the references holds the loop up, in which a connection may end
 NAMES = ("sql", "law", "mixed")
@@ -301,7 +302,7 @@ def another_base(folder: Path) -> None:
     set_first(torch.zeros(4, 32))(folder)
 
 
-HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (as_pickle, "holds only adapter_model.bin, which is a pickle"),
     "NaN": (set_number(float("nan")), "holds NaN or infinity"),
     "another base's": (another_base, r"lora_A.weight has shape \(4, 32\), not \(4, 64\)"),

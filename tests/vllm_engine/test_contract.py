@@ -17,17 +17,18 @@ import torch
 from packaging.version import Version
 
 from outrider.engine.adapters.loader import LoadedAdapter
+from outrider.engine.adapters.ranks import MOST_RANK_ON_VLLM
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.models.base import LowRank
 from outrider.rpc.messages import Open, TokenWeights
-from outrider.rpc.sampling_params import SamplingParams
-from outrider.target_service.settings import MOST_RANK_ON_VLLM, TargetSettings
-from outrider.target_service.vllm.adapters import RANKS, AdapterBase, with_rows, write_adapter
-from outrider.target_service.vllm.assembly import ONE_PROCESS, engine_args, vllm_version
-from outrider.target_service.vllm.requests import prompt_of
-from outrider.vllm import mends
+from outrider.rpc.words.sampling_params import SamplingParams
+from outrider.target_service.settings import TargetSettings
+from outrider.vllm import patches
 from outrider.vllm.outputs import FINISH_REASONS
 from outrider.vllm.scheduler import ask_no_worker
+from outrider.vllm.target.adapters import RANKS, AdapterBase, with_rows, write_adapter
+from outrider.vllm.target.assembly import ONE_PROCESS, engine_args, vllm_version
+from outrider.vllm.target.requests import prompt_of
 from outrider.vllm.weights import ATTRIBUTE, weights_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -202,7 +203,7 @@ FIELDS = {
 
 def found(name: str) -> Any:
     """What stands under a dotted name; a failure that names what is gone."""
-    parts, rest = name.split("."), []
+    parts, rest = name.split("."), list[str]()
     while True:
         try:
             here: Any = import_module(".".join(parts))
@@ -418,7 +419,7 @@ def test_values_of_drafted_rows_are_still_broken(values: list[float]) -> None:
     right = [values[0] or 1, values[0] or 1, values[1] or 1]
     broken, mended = given.new_full((3,), 9), given.new_full((3,), 9)
     found(f"{KERNELS}._expand_kernel_impl")(broken, given, END, 0, 1)
-    mends.expand(mended, given, END, 0, 1)
+    patches.expand(mended, given, END, 0, 1)
     assert broken.tolist() != right
     assert mended.tolist() == right
 
@@ -439,7 +440,7 @@ def judged(kernel: Any, draft_ids: list[int], probs: torch.Tensor | None) -> lis
 @pytest.mark.parametrize("probs", [None, torch.eye(4)[[3, 3, 3]]])
 def test_rows_that_were_filled_up_are_still_broken(probs: torch.Tensor | None) -> None:
     broken = found(f"{KERNELS}._rejection_random_sample_kernel_impl")
-    mended = mends.refusing_padding(broken)
+    mended = patches.refusing_padding(broken)
     assert judged(broken, [3, 3, 0], None) == judged(mended, [3, 3, 0], None) == [[3, 3, 7], [0, 7, -1]]
     assert judged(broken, [3, 3, -1], probs)[1] == [-1, 7, -1]  # it took none, and goes on behind it
     assert judged(mended, [3, 3, -1], probs)[1] == [5, -1, -1]
@@ -452,7 +453,7 @@ def test_rows_without_an_adapter_still_get_the_last_ones() -> None:
     rows, places = torch.ones(3, 3), torch.tensor([0, -1, 1])
     wrong, right = torch.empty(3, 2), torch.empty(3, 2)
     broken(rows, factors, wrong, places)
-    mends.of_rows_with_adapters(broken)(rows, factors, right, places)
+    patches.of_rows_with_adapters(broken)(rows, factors, right, places)
     assert wrong.tolist() == [[3, 3], [21, 21], [21, 21]]
     assert right.tolist() == [[3, 3], [0, 0], [21, 21]]
     assert "bgmv_shrink(" in inspect.getsource(found("vllm.lora.ops.torch_ops.lora_ops.sgmv_shrink"))
@@ -470,7 +471,7 @@ def test_a_cut_of_no_rows_is_still_broken() -> None:
     none = torch.empty(0, 4), torch.empty(0, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="max"):
         broken(*none)
-    mended = mends.of_any_number(broken)
+    mended = patches.of_any_number(broken)
     assert mended(*none).shape == (0, 4)
     law, two = torch.tensor([[0.0, 3.0, 1.0, 2.0]]), torch.tensor([2], dtype=torch.int32)
     assert mended(law.clone(), two).tolist() == broken(law.clone(), two).tolist()

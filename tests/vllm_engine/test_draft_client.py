@@ -23,12 +23,12 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 from support.adapters import save_adapter
+from support.environment import START_S
 
 from outrider.cli.local_services import Service, Services
 from outrider.llm import LLM, LoRARequest, SamplingParams
 from outrider.pairs import PairPaths, pair_path
 
-START_S = 300  # of a whole service, where cores are shared
 ENOUGH_S = 120
 WINDOW = 5
 PROMPTS = (

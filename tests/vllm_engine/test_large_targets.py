@@ -13,10 +13,11 @@ import pytest
 import torch
 from lossless.statistics import LETTERS, MODEL_SEED, VOCAB
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.models import TINY, letters_backend, tiny_hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_engine.test_llm import quantised
-from vllm_engine.test_service import START_S, generate, near_ties, start, tokens_of, vllm_arguments
+from vllm_engine.test_service import generate, near_ties, start, tokens_of, vllm_arguments
 
 from outrider.cli.local_services import Services, wait_for_draft
 from outrider.pairs import pair_path
@@ -77,7 +78,7 @@ async def plain_and_drafted(
         peers = ["--draft", drafts.address, "--target", verifies.address, "--tokenizer", str(target)]
         gateway = start(services, "gateway", "gateway", *peers)
         address = await asyncio.to_thread(services.wait, gateway, START_S)
-        await asyncio.to_thread(wait_for_draft, address, START_S, services.check)  # two ranks may answer late
+        await wait_for_draft(address, START_S, services.check)  # two ranks may answer late
         async with connect(address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             plain = [tokens_of(await generate(stub, prompt, COUNT, k=0)) for prompt in prompts]

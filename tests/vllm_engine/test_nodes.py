@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.services import alive
+from support.environment import START_S
+from support.services import alive, wait_for_draft
 
-from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_draft
+from outrider.cli.local_services import LOOPBACK, Service, Services
 from outrider.client import SyncClient
 from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
 
-START_S, END_S = 240.0, 60.0
+END_S = 60.0
 PROMPT = "def parse_args(argv):"
 NUM_TOKENS = 32
 

@@ -19,12 +19,14 @@ import grpc
 import httpx
 import pytest
 from PIL import Image
+from support.environment import START_S
 from support.fakes import read_slowly, until
 from support.models import tiny_hf_model
 from support.pictures import EOS_ID, NUM_PLACES, TEXT_SHAPE, data_url, picture, save_seeing
-from vllm_engine.test_service import START_S, start, tokens_of
+from support.services import wait_for_draft
+from vllm_engine.test_service import start, tokens_of
 
-from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.cli.local_services import Service, Services
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM
@@ -32,7 +34,7 @@ from outrider.llm import SamplingParams as LlmParams
 from outrider.rpc.channel import connect
 from outrider.rpc.media import Media, look_at
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -326,7 +328,7 @@ def test_scripts_of_vllms_documentation_run(started: Started, tmp_path: Path, mo
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == started.plain
         urls = [data_url(FILES[0]), f"file://{tmp_path}/cherry_blossom.jpg"]
-        parts = [*({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        parts: list[Any] = [*({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         parts.append({"type": "image_pil", "image_pil": Image.open(BytesIO(FILES[0]))})
         asked = [[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}] for part in parts]
         said = llm.chat(asked, params, use_tqdm=False)

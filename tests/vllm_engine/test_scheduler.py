@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from support.models import save_tiny
 from support.vllm_scheduler import BLOCK, MAX_MODEL_LEN, VOCAB, K, Steps, decoded, next_token
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure
-from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.words.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service.adapters import TURN
 from outrider.vllm import scheduler
 
@@ -148,7 +148,8 @@ def test_where_nobody_may_go_on_the_step_waits_for_what_comes(new: Callable[...,
 
 def test_what_lets_nobody_go_on_does_not_end_the_wait(new: Callable[..., Steps]) -> None:
     steps = started(new(credit=1), 1)
-    source, come = steps.source, iter([Credit(1, 0, K), DraftTokens(1, 0, 5, (11, 12)), Credit(1, 1 << 20, K)])
+    source = steps.source
+    come: Iterator[Any] = iter([Credit(1, 0, K), DraftTokens(1, 0, 5, (11, 12)), Credit(1, 1 << 20, K)])
     source.longest_wait_s = 60.0
     source.while_waiting = lambda: source.sent.append(next(come))
 

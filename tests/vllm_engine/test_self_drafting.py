@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,18 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
+from support.environment import START_S
 from support.heads import random_head_of, save_mimo
 from support.metrics import samples_of
 from support.services import children_of, wait_gone
 from vllm_engine.test_service import METRICS
 
-from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_peers
+from outrider.cli.local_services import LOOPBACK, Service, Services
 from outrider.client import SyncClient
 from outrider.llm import LLM, LoRARequest, SamplingParams
 from outrider.pairs import pair_path
+from outrider.rpc.errors import OutriderError
 
-START_S = 240.0
 PROMPTS = ["def parse_args(argv):", "import os\n", "class Worker:"]
 NUM_TOKENS = 32
 K = 4
@@ -107,8 +109,23 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
         target = services.start("target", ["target", "--engine", "vllm", *flags, *told])
         peers = ["--target", services.wait(target, START_S), "--tokenizer", str(model)]
         gateway = services.wait(services.start("gateway", ["gateway", *peers, "--listen", LOOPBACK]), START_S)
-        wait_for_peers(gateway, START_S, services.check, with_draft=False)
+        wait_for_target(gateway, services)
         yield Served(method, model, adapter, target, gateway)
+
+
+def wait_for_target(gateway: str, services: Services) -> None:
+    """Returns once the gateway has found its target."""
+    end = time.monotonic() + START_S
+    with SyncClient(gateway) as client:
+        while True:
+            try:
+                client.info()
+                return
+            except OutriderError:
+                services.check()
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
 
 def check_series(text: str) -> None:

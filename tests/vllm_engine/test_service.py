@@ -20,22 +20,22 @@ import torch
 from lossless.chi_square import LEAST_P_BY_CHANCE, draw_from
 from lossless.statistics import DRAFTS, LETTERS, LOGIT_SCALE, MODEL_SEED, VOCAB, Pair, Setting
 from support.engines import hf_greedy
+from support.environment import START_S
 from support.fakes import until
 from support.metrics import samples_of
 from support.models import letters_backend, tiny_hf_model
-from support.services import children_of, wait_gone
+from support.services import children_of, wait_for_draft, wait_gone
 
-from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.cli.local_services import Service, Services
 from outrider.gateway.peers.remote import TARGET_SERVICE, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.words.sampling_params import SamplingParams, TokenOrigin
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
-START_S = 180.0
 METRICS = re.compile(r"target metrics on (\S+)")
 BLOCK, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 128
 SHAPE = {"vocab_size": VOCAB, "head_dim": 32}  # its CPU kernels have no smaller heads

@@ -16,28 +16,28 @@ import grpc
 import pytest
 import torch
 from openai import AsyncOpenAI
+from support.environment import START_S
 from support.fakes import until
 from support.models import tiny_hf_model
-from support.services import children_of
+from support.services import children_of, wait_for_draft
 from support.tools import save_tool_tokenizer, tool_tokenizer
 
-from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_draft
+from outrider.cli.local_services import LOOPBACK, Service, Services
 from outrider.cli.serve import HTTP
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.sampling_params import SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
-START_S = 180.0
 VOCAB, EOS = 400, 0
 SHAPE = {"vocab_size": VOCAB, "head_dim": 32, "eos_token_id": EOS}
 PROMPTS = [[11, 12, 13], [70, 80, 90, 100], [5, 6, 5, 6, 5, 6], [200, 300]]
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"enum": ["ada", "grace"]},
@@ -55,7 +55,7 @@ TAG = json.dumps({
 })  # fmt: skip
 LONG = {"type": "array", "items": {"type": "boolean"}, "minItems": 16, "maxItems": 24}
 JSON = {"json_schema": json.dumps(SCHEMA)}
-LONG_JSON = {"json_schema": json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "tags": LONG}})}
+LONG_JSON: Any = {"json_schema": json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "tags": LONG}})}
 FORMAT = "hermes"  # of calls: their marks are tokens
 PARAMETERS = {
     "type": "object",
@@ -328,7 +328,7 @@ async def test_a_tool_that_is_required_is_called(started: Started) -> None:
                     **fields, extra_body={"speculation": {"enabled": enabled}}
                 )
                 message, reason = answer.choices[0].message, answer.choices[0].finish_reason
-                (call,) = message.tool_calls or ()
+                (call,) = message.tool_calls or []
                 assert message.content is None and reason == "tool_calls" and call.function.name == "add"
                 arguments = json.loads(call.function.arguments)
                 assert set(arguments) == {"a", "of"} and 0 <= arguments["a"] <= 99 and arguments["of"] in ("x", "y")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -47,7 +47,10 @@ def probs_of(weights: dict[str, list[TokenWeights | None]], windows: dict[str, l
 
 
 def test_weights_are_normalised() -> None:
-    given = {"a": [TokenWeights.of([2, 0], [3, 1]), None], "c": [TokenWeights.of([1], [7])]}
+    given: dict[str, list[TokenWeights | None]] = {
+        "a": [TokenWeights.of([2, 0], [3, 1]), None],
+        "c": [TokenWeights.of([1], [7])],
+    }
     made = probs_of(given, {"a": [2, 1], "b": [0], "c": [1]})
     assert made == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
 
@@ -146,13 +149,13 @@ def sampler(worker_kernels: None) -> RejectionSampler:
 def law(logits: Array, temperature: float, top_k: int, top_p: float) -> Array:
     """The target's, [vocab] -> [vocab]."""
     if temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
+        return cast(Array, np.eye(len(logits))[logits.argmax()])
     descending = np.argsort(-logits)
     probs = np.exp((logits - logits.max()) / temperature)
     probs[descending[top_k or len(probs) :]] = 0
     probs /= probs.sum()
     probs[descending[np.searchsorted(np.cumsum(probs[descending]), top_p) + 1 :]] = 0
-    return probs / probs.sum()
+    return cast(Array, probs / probs.sum())
 
 
 def committed(sampler: RejectionSampler, pair: Pair, setting: Setting, changed: Probs) -> list[list[int]]:

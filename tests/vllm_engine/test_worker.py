@@ -13,16 +13,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from outrider.rpc.messages import TokenWeights
-from outrider.vllm import mends
+from outrider.vllm import patches
 from outrider.vllm.weights import ATTRIBUTE
-from outrider.vllm.worker import AdaptedWorker, PlatformWorker, Worker
+from outrider.vllm.worker import AdaptedWorker, Worker
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its runner has three requests, and computes nothing."""
-    monkeypatch.setattr(PlatformWorker, "init_device", lambda self: None)
-    monkeypatch.setattr(PlatformWorker, "execute_model", lambda self, step: "computed")
+    monkeypatch.setattr(AdaptedWorker.__base__, "init_device", lambda self: None)
+    monkeypatch.setattr(AdaptedWorker.__base__, "execute_model", lambda self, step: "computed")
     worker = object.__new__(Worker)
     worker.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], vocab_size=3))
     return worker
@@ -31,7 +31,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_weights_of_a_step_are_the_samplers_rows_of_this_step_alone(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mends, "apply", lambda: False)
+    monkeypatch.setattr(patches, "apply", lambda: False)
     worker.init_device()
     metadata = SpecDecodeMetadata.make_dummy([[1], [], [0, 2]], torch.device("cpu"))
     step = SchedulerOutput.make_empty()
@@ -50,7 +50,7 @@ def test_what_no_plugin_mended_is_registered_again(
     plugins_were_left_out: bool, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = []
-    monkeypatch.setattr(mends, "apply", lambda: plugins_were_left_out)
+    monkeypatch.setattr(patches, "apply", lambda: plugins_were_left_out)
     monkeypatch.setattr(current_platform, "register_triton_kernel_overrides", lambda: registered.append(True))
     worker.init_device()
     assert registered == [True] * plugins_were_left_out

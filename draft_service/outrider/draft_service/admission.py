@@ -13,8 +13,9 @@ from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
+from outrider.engine.profile import StepProfile
 from outrider.engine.random import RandomAhead, RandomKey
-from outrider.engine.sampler import SamplingLike, SequenceSampler
+from outrider.engine.sampler import SequenceSampler
 from outrider.engine.token_tree import TokenTree
 from outrider.planner.method_choice import MethodChoice, MethodRates
 from outrider.proposers.base import Lookup, SequenceContext, TokenProposer
@@ -26,7 +27,7 @@ from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1
 
@@ -49,6 +50,7 @@ class ModelMethod:
     tree: TokenTree | None = None  # what it drafts for greedy and coupled requests in place of chains
     grammars: DraftGrammars | None = None  # over its own ids, where it has a tokenizer
     adapters: Mapping[str, PreparedAdapter] = field(default_factory=dict)  # its own, by the names of the target's
+    step_costs: StepProfile = ()  # of a drafted token, by sequences; empty: not measured
 
     @property
     def name(self) -> str:
@@ -70,7 +72,7 @@ Methods = Mapping[str, ModelMethod | TokenProposer]  # by name, the default firs
 
 
 def make_methods(methods: Iterable[ModelMethod | TokenProposer]) -> Methods:
-    """By name, in the order given."""
+    """The methods of these names, in the order given."""
     return {method.name: method for method in methods}
 
 
@@ -85,8 +87,8 @@ def build_sequence(
     arrival: int,
     now: float,
 ) -> DraftSequence:
-    """Of the methods of these names, or the first one there is. Raises an OutriderError that says why the sequence
-    cannot be drafted for."""
+    """A sequence with the methods of these names, or the first one there is. Raises an OutriderError that says why the
+    sequence cannot be drafted for."""
     drafting = [_method(name, methods) for name in names] or [next(iter(methods.values()))]
     prompt_ids = _prompt_ids(request, parent)
     tokens = [*prompt_ids, *request.output_ids]
@@ -125,7 +127,7 @@ def build_sequence(
 
 
 def _grammar(request: Open, methods: Methods) -> DraftGrammar | None:
-    """Of requests in the ids of the service's own tokenizer, whatever drafts for them."""
+    """The grammar of a request in the ids of the service's own tokenizer, whatever drafts for them."""
     model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
     if model is None or model.grammars is None or request.tokenizer_fingerprint in model.vocabularies:
         return None
@@ -177,7 +179,7 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
 
 
 def _text(tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None) -> DraftText:
-    """Of the target's ids."""
+    """The text of the target's ids."""
     sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter))
     if mapping is None:
         check_ids(tokens, method.vocab_size)
@@ -218,13 +220,13 @@ def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: M
 
 
 def _digest_of(method: ModelMethod, adapter: str) -> str:
-    """Of the draft's own adapter; empty where its model drafts alone."""
+    """The digest of the draft's own adapter; empty where its model drafts alone."""
     found = method.adapters.get(adapter)
     return "" if found is None else found.digest
 
 
 def _sampler(
-    params: SamplingLike,
+    params: SamplingParams,
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     method: ModelMethod,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.draft_service.admission import ModelMethod, make_methods
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
@@ -26,20 +27,21 @@ from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
+from outrider.engine.profile import measure_steps
 from outrider.engine.token_tree import TokenTree
-from outrider.engine.worker import Worker, set_switch_interval
+from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.proposers.base import LearningProposer, TokenProposer
 from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
-from outrider.rpc.engine_service import EngineService, build_service, info_of
+from outrider.rpc.engine_service import EngineService, build_service, info_of, this_machine
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
-from outrider.rpc.sampling_params import CAPABILITIES, FRESH_SEED
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.rpc.words.sampling_params import CAPABILITIES, FRESH_SEED
+from outrider.rpc.words.structured import CONSTRAINTS
 
 if TYPE_CHECKING:
     from outrider.draft_service.metrics import DraftMetrics
@@ -69,7 +71,7 @@ async def start(settings: DraftSettings) -> DraftService:
         observer=metrics,
         default_methods=info.default_methods,
     )
-    thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
+    thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
     reloads = new_reloads(settings, engine, thread, info.model)
     servicer = DraftServicer(thread, outboxes, info, reloads, new_vocabularies(settings, methods))
@@ -77,6 +79,7 @@ async def start(settings: DraftSettings) -> DraftService:
         metrics.attach(engine, thread, info.model)
     if reloads is not None:
         reloads.listeners = [servicer.tell_model, *([] if metrics is None else [metrics.model_info])]
+        reloads.on_method = servicer.tell_method
     return build_service(settings, engine, thread, servicer, metrics)
 
 
@@ -89,7 +92,7 @@ def new_vocabularies(settings: DraftSettings, methods: Iterable[ModelMethod | To
 
 
 def new_reloads(
-    settings: DraftSettings, engine: DraftEngine, thread: Worker[DraftEngineCommand], info: ModelInfo
+    settings: DraftSettings, engine: DraftEngine, thread: DeviceWorker[DraftEngineCommand], info: ModelInfo
 ) -> Reloads | None:
     """What puts other weights in the model's place, where that is allowed."""
     if not settings.allow_reload or settings.model is None:
@@ -114,7 +117,7 @@ def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics
 
 
 def located(settings: DraftSettings) -> DraftSettings:
-    """With folders in place of hub ids. Raises ModelNotFound."""
+    """The settings with folders in place of hub ids. Raises ModelNotFound."""
     if settings.model is None:
         return settings
     targets = [locate(folder, weights=False) for folder in settings.target_tokenizer]
@@ -145,21 +148,28 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
         default_methods=in_turn,
         # Those that draft without regard to constraints are refused more.
         capabilities=(*CAPABILITIES, *CONSTRAINTS, FRESH_SEED),
+        machine=this_machine(),
+    )
+
+
+def load_draft(settings: DraftSettings, trust_remote_code: bool = False) -> LoadedModel:
+    """Loads the draft's model. Raises FileNotFoundError where there is no such folder."""
+    if settings.model is None or not settings.model.is_dir():
+        raise FileNotFoundError(f"there is no folder {settings.model}")
+    return load_model(
+        settings.model,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        trust_remote_code=trust_remote_code,
+        lone_file=True,
     )
 
 
 def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:
     """Loads the weights of a folder; what it returns gives them their cache."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    loaded = load_model(
-        folder,
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        device=settings.device,
-        max_model_len=settings.max_model_len,
-        lone_file=True,
-    )
+    loaded = load_draft(settings.model_copy(update={"model": folder}))
     vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
     adapters = {name: load_adapter(path, loaded.model, loaded.digest) for name, path in settings.adapters.items()}
 
@@ -180,8 +190,17 @@ def model_method(settings: DraftSettings) -> str:
 
 def describe(methods: Iterable[ModelMethod | TokenProposer]) -> tuple[DraftMethod, ...]:
     """The methods' part of the handshake."""
-    rows = [(method_of(method.name), isinstance(method, LearningProposer)) for method in methods]
-    return tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead, learns) for row, learns in rows)
+    return tuple(
+        DraftMethod(
+            row.name,
+            row.needs_features,
+            row.can_run_ahead,
+            learns=isinstance(method, LearningProposer),
+            step_costs=method.step_costs if isinstance(method, ModelMethod) else (),
+        )
+        for method in methods
+        for row in [method_of(method.name)]
+    )
 
 
 def runner_options(settings: DraftSettings) -> RunnerOptions:
@@ -215,6 +234,8 @@ def build_model_method(
         {} if runner.adapters is None else {n: runner.adapters.prepare(one) for n, one in (adapters or {}).items()}
     )
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
+    one_a_pass = name == "draft_model"  # others draft several tokens in one
+    most = options.steps.max_sequences
     return ModelMethod(
         METHODS[name].load().of(runner, loaded),
         cache,
@@ -222,6 +243,7 @@ def build_model_method(
         {} if vocabularies is None else vocabularies,
         tree,
         adapters=prepared,
+        step_costs=measure_steps(runner, cache.pool, most, loaded.model.max_model_len) if one_a_pass else (),
     )
 
 

@@ -29,7 +29,7 @@ LEAST_CHANCE = 0.004  # of an outcome that is worth a branch
 TopTokens = dict[int, tuple[int, ...]]  # other tokens for a position, the likeliest first
 
 
-class Run(NamedTuple):
+class MethodRun(NamedTuple):
     """Tokens of a chain that one of several methods drafted."""
 
     start: int  # position of the first
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of_model(cls, start: int, method: str) -> Self:
-        """The model's."""
+        """A run of tokens that the model drafts."""
         return cls(start, method, Offer.of_model(method, 1).kind)
 
 
@@ -53,7 +53,7 @@ class Chain:
     top_tokens: TopTokens = field(default_factory=dict)
     draft_us: int = 0  # device time since the last piece
     ended: bool = False  # it cannot go on
-    runs: list[Run] = field(default_factory=list)  # where several methods draft in turn
+    runs: list[MethodRun] = field(default_factory=list)  # where several methods draft in turn
     chosen_at: int = -1  # the length at which it was last chosen how to go on
     drawn: int = 0  # tokens up to the last one that was drawn from weights
     start: int = field(init=False)  # position of its first drafted token
@@ -89,9 +89,9 @@ class Chain:
     def begin_run(self, method: str, kind: Kind) -> None:
         """What is drafted from here on is another method's, or the same one's as before."""
         if not self.runs or self.runs[-1][1:] != (method, kind):
-            self.runs.append(Run(len(self.text), method, kind))
+            self.runs.append(MethodRun(len(self.text), method, kind))
 
-    def run_at(self, position: int) -> tuple[Run, int] | None:
+    def run_at(self, position: int) -> tuple[MethodRun, int] | None:
         """The run that holds a position, and where it ends; None where it is not known which method drafted it."""
         index = bisect_right(self.runs, position, key=lambda run: run.start) - 1
         if index < 0:
@@ -143,7 +143,7 @@ class Branch(Chain):
 
     @classmethod
     def of(cls, number: int, outcome: Outcome, text: DraftText) -> Self:
-        """Nothing of it is sent. `text` ends with the guess."""
+        """A branch of which nothing is sent. `text` ends with the guess."""
         return cls(number=number, text=text, sent=outcome.position, weights=[None], outcome=outcome)
 
     @property
@@ -153,7 +153,7 @@ class Branch(Chain):
 
     @property
     def position(self) -> int:
-        """Of its first token."""
+        """The position of its first token."""
         return self.outcome.position
 
     def agrees(self, committed: int, new: Sequence[int]) -> bool:
@@ -166,7 +166,8 @@ class Branch(Chain):
         return min(whole + self.goes_on * (piece_len + 1), limit)
 
     def pieces(self, sequence_id: int, piece_len: int, limit: int) -> Iterator[DraftTokens]:
-        """Those that are due: first the guess and a window as a whole, then full ones, and the rest where it rests."""
+        """The pieces that are due: first the guess and a window as a whole, then full ones, and the rest where it
+        rests."""
         rests = self.ended or len(self.text) >= self.end(piece_len, limit)
         while unsent := self.num_unsent:
             first = self.sent == self.position
@@ -211,8 +212,8 @@ class OutcomeRates:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeTable:
-    """Of two windows and the tokens after them: chance of another token, [2 (window + 1), ranks]; and that all of the
-    first one holds."""
+    """What may come of two windows and the tokens after them: the chance of another token, [2 (window + 1), ranks]; and
+    that all of the first one holds."""
 
     chances: list[list[float]]
     whole: float
@@ -236,7 +237,8 @@ def outcome_probs(
 def _add_outcomes(
     found: dict[Outcome, float], table: OutcomeTable, reached: float, chain: int, first: int, top_tokens: TopTokens
 ) -> None:
-    """Those of one chain or branch, to whose verification from `first` on it comes with chance `reached`."""
+    """Adds the outcomes of one chain or branch, to whose verification from `first` on it comes with chance
+    `reached`."""
     for offset, by_rank in enumerate(table.chances):
         if reached * max(by_rank) < LEAST_CHANCE:
             continue
@@ -255,7 +257,7 @@ def rank_of(top_tokens: TopTokens, position: int, token_id: int) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class Branches:
-    """Those that are held beside one sequence's chain."""
+    """The branches that are held beside one sequence's chain."""
 
     held: list[Branch] = field(default_factory=list)
     rates: OutcomeRates = field(default_factory=OutcomeRates)
@@ -285,7 +287,7 @@ class Branches:
                 cache.release(branch.sequence)
 
     def give_up(self, cache: KVCacheManager) -> None:
-        """Releases them all."""
+        """Releases all branches."""
         for branch in self.held:
             cache.release(branch.sequence)
         self.held.clear()

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
-from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftScheduler
+from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
+from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
@@ -28,15 +28,11 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftCommand,
-    DraftEvent,
     Open,
     to_failure,
 )
-from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.servicer import Detach
 from outrider.rpc.telemetry import BATCH_ROWS, BATCH_SEQUENCES, SPAN_DRAFT_BATCH, StepTracer
-
-if TYPE_CHECKING:
-    from outrider.draft_service.metrics import DraftMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +40,8 @@ MAX_BRANCH_STEPS = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
 
 
-DraftEngineCommand = Deliver[DraftCommand, DraftEvent] | Detach
-
-
 class DraftEngine:
-    """Run by a Worker: every method runs on its thread. `flush` is called once after each step; an
+    """Run by a DeviceWorker: every method runs on its thread. `flush` is called once after each step; an
     `observer` is told of commands, passes and pieces."""
 
     def __init__(
@@ -60,7 +53,7 @@ class DraftEngine:
         max_open_tokens: int = 0,
         flush: Callable[[], None] = lambda: None,
         tracer: StepTracer | None = None,
-        observer: DraftMetrics | None = None,
+        observer: DraftObserver | None = None,
         default_methods: Sequence[str] = (),
     ) -> None:
         """`default_methods` draft in turn for a sequence that names none; else the first method alone. With a model at
@@ -69,14 +62,14 @@ class DraftEngine:
         self._rates = MethodRates()
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
-        self.scheduler = DraftScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
+        self.scheduler = DraftingScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
         self._model: ModelMethod | None = None
         self._branch_planner: BranchPlanner | None = None
         for method in methods.values():
             if isinstance(method, ModelMethod):
                 self._draft_with(method)
         self._work = OpenWork(max_sequences, max_open_tokens)
-        self._tracer, self._observer = tracer, observer
+        self._tracer, self._observer = tracer, observer or DraftObserver()
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
         self._in_step: list[DraftSequence] = []
@@ -85,7 +78,7 @@ class DraftEngine:
 
     @property
     def cache(self) -> KVCacheManager:
-        """The model's."""
+        """The model's cache manager."""
         return self.scheduler.cache
 
     @property
@@ -108,8 +101,7 @@ class DraftEngine:
             return
         for message in command.messages:
             self._apply((command.stream, message.sequence_id), message, command.sink)
-        if self._observer is not None:
-            self._observer.on_command(command, self._sequences)
+        self._observer.on_command(command, self._sequences)
 
     def step(self, now: float) -> float | None:
         """Drafts a token for every sequence with the model (a few where passes follow one another on a device, or one
@@ -122,8 +114,7 @@ class DraftEngine:
         if self._model and (steps or branch_steps):
             self._draft(self._model, steps, branch_steps)
         self._send_pieces()
-        if self._observer is not None:
-            self._observer.on_step(self._sequences.values())
+        self._observer.on_step(self._sequences.values())
         if steps or branch_steps or self._suspects or any(draft.is_choosing for draft in self._sequences.values()):
             return 0.0
         if self._model and self._prepare(self._model):
@@ -234,8 +225,7 @@ class DraftEngine:
         for draft in self._sequences.values():
             if not draft.is_choosing:
                 continue
-            if self._observer is not None:
-                self._observer.on_start([draft])
+            self._observer.on_start([draft])
             self._in_step = [draft]
             draft.choose()
             self._in_step = []
@@ -245,8 +235,7 @@ class DraftEngine:
     ) -> None:
         """One pass, or several: the next tokens of every chain, and of every branch."""
         self._in_step = [*{draft: None for draft, _ in (*steps, *branch_steps)}]
-        if self._observer is not None:
-            self._observer.on_start(self._in_step)
+        self._observer.on_start(self._in_step)
         started = time.perf_counter_ns()
         lines = [(draft, draft.chain, num_rows) for draft, num_rows in steps]
         lines += [(draft, branch, branch.num_uncomputed) for draft, branch in branch_steps]
@@ -258,8 +247,7 @@ class DraftEngine:
         drafted = model.proposer.run(rows, counts)
         grown = self._grow(model, rows, drafted, {i: tree for i, tree in enumerate(trees) if tree is not None})
         duration_us = (time.perf_counter_ns() - started) // 1000
-        if self._observer is not None:
-            self._observer.on_passes(1 if model.proposer.parallel else counts[0], len(rows), duration_us * 1e-6)
+        self._observer.on_passes(1 if model.proposer.parallel else counts[0], len(rows), duration_us * 1e-6)
         if max(row.num_rows for row in rows) <= LONG_PREFILL:
             self._rates.add_draft(model.name, max(counts), duration_us)
         for (draft, line, _), drew, count, length, tokens in zip(lines, draws, counts, lengths, drafted, strict=True):
@@ -288,8 +276,8 @@ class DraftEngine:
         drafted: list[list[DraftedToken]],
         shapes: Mapping[int, TokenTree],
     ) -> dict[int, GrowingTree]:
-        """By row the trees, as far as there are blocks. The rows have drawn what stands first, which becomes a node and
-        no chain's token."""
+        """Grows the trees, by row, as far as there are blocks. The rows have drawn what stands first, which becomes a
+        node and no chain's token."""
         grown: dict[int, GrowingTree] = {}
         roots: list[DraftedToken] = []
         for index, shape in shapes.items():
@@ -352,8 +340,7 @@ class DraftEngine:
         if draft is not None:
             draft.released = True
             self._work.remove(key, time.monotonic())
-            if self._observer is not None:
-                self._observer.on_release(key)
+            self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
             if draft.committed > draft.prompt_len:
                 teach(self._learners, draft.text.tokens[: draft.committed], draft.context)
@@ -364,6 +351,5 @@ class DraftEngine:
         for draft in self._sequences.values():
             for piece in draft.take_pieces():
                 draft.sink(piece)
-                if self._observer is not None:
-                    self._observer.on_piece(draft, piece)
+                self._observer.on_piece(draft, piece)
         self._flush()

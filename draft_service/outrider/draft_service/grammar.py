@@ -15,8 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec
 from outrider.rpc.messages import Open
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ def _match(output_ids: Sequence[int], compiled: CompiledGrammar, seconds: float)
 
 
 class DraftGrammar:
-    """Of one sequence: a matcher behind the committed tokens, once there is one. See DraftMasks."""
+    """The grammar of one sequence: a matcher behind the committed tokens, once there is one. See DraftMasks."""
 
     def __init__(self, compiling: Future[Matcher]) -> None:
         self._compiling: Future[Matcher] | None = compiling
@@ -89,7 +91,7 @@ class DraftGrammar:
             return None
 
     def cut(self, drafted: Sequence[int], ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that may follow `drafted`, up to the first one that may not."""
+        """The leading tokens of `ids` that may follow `drafted`, up to the first one that may not."""
         matcher = self._ready()
         if matcher is None:
             return list(ids)

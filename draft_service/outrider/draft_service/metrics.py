@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.engine import DraftEngine
+from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.sequence import DraftSequence, SequenceKey
 from outrider.rpc.messages import Commit, DraftTokens, ModelInfo
 from outrider.rpc.metrics import PARTS_S, Metrics
@@ -26,8 +27,8 @@ class _Clock:
     resting: float | None = None  # since when all that it may be drafted is
 
 
-class DraftMetrics(Metrics):
-    """An engine's observer: its methods that take sequences belong to the device thread."""
+class DraftMetrics(Metrics, DraftObserver):
+    """Counts and times what an engine does; its methods that take sequences belong to the device thread."""
 
     def __init__(self, methods: Iterable[str]) -> None:
         super().__init__("draft", "draft")
@@ -88,7 +89,7 @@ class DraftMetrics(Metrics):
         self.read_counter("device_idle_seconds", "Time in which no pass ran", idle_s)
 
     def on_command(self, command: DraftEngineCommand, drafts: Mapping[SequenceKey, DraftSequence]) -> None:
-        """A command was applied; `drafts` are the open sequences."""
+        """Counts what was verified, and notes who waits since when."""
         if not isinstance(command, Deliver):
             return
         received = time.monotonic() if command.received is None else command.received
@@ -102,7 +103,7 @@ class DraftMetrics(Metrics):
             self._set_clock(draft, received)
 
     def on_start(self, drafts: Iterable[DraftSequence]) -> None:
-        """The next tokens of these are about to be drafted."""
+        """Notes how long these have waited to be drafted for."""
         now = time.monotonic()
         for draft in drafts:
             clock = self._clocks.get(draft.key)
@@ -111,14 +112,15 @@ class DraftMetrics(Metrics):
                 clock.ready = None
 
     def on_passes(self, num_passes: int, num_lines: int, seconds: float) -> None:
-        """So many passes, one after the other, each for as many chains and branches."""
+        """Counts passes, and times each as its share of them."""
         self._num_passes += num_passes
         self._busy_s += seconds
         self._batch.observe(num_lines)
         self._pass.observe(seconds / num_passes)
 
     def on_piece(self, draft: DraftSequence, piece: DraftTokens) -> None:
-        """A piece leaves. Branches are drafted beside their chain, and wait for nothing of their own."""
+        """Counts a piece, and times its wait. Branches are drafted beside their chain, and wait for nothing of their
+        own."""
         self._drafted[piece.method or draft.methods[0]] += len(piece.ids)
         clock = self._clocks.get(draft.key)
         if piece.ids and clock is not None and piece.chain == draft.chain.number:
@@ -126,13 +128,13 @@ class DraftMetrics(Metrics):
             clock.waited = 0.0
 
     def on_step(self, drafts: Iterable[DraftSequence]) -> None:
-        """A step is over."""
+        """Notes who waits from now on, and for what."""
         now = time.monotonic()
         for draft in drafts:
             self._set_clock(draft, now)
 
     def on_release(self, key: SequenceKey) -> None:
-        """A sequence is gone."""
+        """Forgets a sequence."""
         self._clocks.pop(key, None)
 
     def _set_clock(self, draft: DraftSequence, now: float) -> None:

@@ -32,7 +32,8 @@ Build = Callable[[], tuple[ModelMethod, ModelInfo]]  # gives loaded weights thei
 
 @dataclass(slots=True, eq=False)
 class Reloads:
-    """Of one engine, one at a time. Belongs to the event loop. `load` reads the weights of a folder."""
+    """Gives one engine other weights, one change at a time. Belongs to the event loop. `load` reads the weights of a
+    folder."""
 
     engine: DraftEngine
     thread: DeviceThread
@@ -41,6 +42,7 @@ class Reloads:
     load: Callable[[Path], Build]
     allow_hub: bool = False  # whether callers may have a model downloaded
     listeners: Sequence[Callable[[ModelInfo], None]] = ()  # are told which one drafts
+    on_method: Callable[[ModelMethod], None] = lambda method: None  # is told how, before these
     _task: asyncio.Task[Reloaded] | None = None
 
     async def reload(self, model: str) -> Reloaded:
@@ -68,6 +70,7 @@ class Reloads:
             ) from error
         after = replace(after, mapped_fingerprints=before.mapped_fingerprints)
         self.folder, self.info = folder, after
+        self.on_method(method)
         for listener in self.listeners:
             listener(after)
         logger.info("%s (%s) drafts in place of %s", after.name, after.digest[:12], before.digest[:12])
@@ -110,7 +113,7 @@ class Reloads:
             )
 
     def _swap(self, method: ModelMethod) -> tuple[float, int]:
-        """On the device thread."""
+        """Puts other weights in place, on the device thread."""
         began = time.monotonic()
         num_sequences = self.engine.replace_model(method)
         return time.monotonic() - began, num_sequences

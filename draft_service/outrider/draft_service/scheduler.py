@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from outrider.draft_service.chains import Branch, Outcome, Run, outcome_probs
+from outrider.draft_service.chains import Branch, MethodRun, Outcome, outcome_probs
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
 from outrider.engine.scheduler import Scheduler
@@ -15,7 +15,7 @@ from outrider.proposers.draft_text import DraftText
 LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
 
 
-class DraftScheduler(Scheduler[DraftSequence]):
+class DraftingScheduler(Scheduler[DraftSequence]):
     """Plans steps within a budget of rows, and reserves their blocks."""
 
     def plan(self, drafts: Sequence[DraftSequence]) -> list[tuple[DraftSequence, int]]:
@@ -34,7 +34,7 @@ class DraftScheduler(Scheduler[DraftSequence]):
         return list(planned.items())
 
     def release(self, competitor: DraftSequence) -> None:
-        """Its branches go, too."""
+        """Takes a sequence's blocks, and with them its branches."""
         competitor.branches.give_up(self.cache)
         super().release(competitor)
 
@@ -113,7 +113,7 @@ class BranchPlanner:
         text.append([outcome.token_id])
         branch = Branch.of(draft.next_number(), outcome, text)
         if draft.choice is not None and draft.model is not None:
-            branch.runs.append(Run.of_model(outcome.position, draft.model.method))
+            branch.runs.append(MethodRun.of_model(outcome.position, draft.model.method))
         draft.branches.held.append(branch)
         if copy is not None:
             copies.append(copy)

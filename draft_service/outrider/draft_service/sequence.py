@@ -200,7 +200,7 @@ class DraftSequence:
         return branch.end(self.limits.piece_len, self.limit)
 
     def next_number(self) -> int:
-        """For another chain: numbers only grow."""
+        """The number of another chain: numbers only grow."""
         self._last_chain += 1
         return self._last_chain
 
@@ -373,7 +373,7 @@ class DraftSequence:
 
 
 def _below(bound: int, ids: list[int]) -> list[int]:
-    """Those before the first one that is not."""
+    """The leading entries below a bound, up to the first that is not."""
     return ids[: next((index for index, token_id in enumerate(ids) if token_id >= bound), len(ids))]
 
 

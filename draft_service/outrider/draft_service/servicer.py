@@ -19,12 +19,13 @@ from outrider.rpc.messages import (
     validate_credit,
     validate_open,
 )
-from outrider.rpc.sampling_params import ALL_LOGPROBS
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 if TYPE_CHECKING:
+    from outrider.draft_service.admission import ModelMethod
     from outrider.draft_service.reload import Reloads
 
 # Ids and lengths are the target's: what the draft itself cannot hold is no client error, and the engine's to judge.
@@ -75,6 +76,13 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
         if self._draining:
             raise Unavailable("the service is draining", reason="DRAINING")
         return RELOADED.encode(await self._reloads.reload(request.model))
+
+    def tell_method(self, method: ModelMethod) -> None:
+        """What a token takes that the next model drafts."""
+        rows = [
+            replace(row, step_costs=method.step_costs) if row.name == method.name else row for row in self._info.methods
+        ]
+        self._info = replace(self._info, methods=tuple(rows))
 
     def tell_model(self, model: ModelInfo) -> None:
         """Another model drafts: who asks is told so, and who has a stream that it is to ask again."""

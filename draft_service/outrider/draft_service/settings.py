@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from outrider.engine.token_tree import TokenTree
-from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
+from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
+from outrider.rpc.words.request import split_methods
 
 Level = Literal["auto", "token", "string"]
 VocabularyLevel = Annotated[
     Level,
     Field(
-        description="how its vocabulary is joined with a target's other one: token: drafts are tokens that both have; "
-        "string: drafts are written again in the target's; auto: by how much both have in common"
+        description="how the draft's vocabulary is joined with a target's other one: token: drafts are tokens that "
+        "both have; string: drafts are written again in the target's; auto: by how much both have in common"
     ),
 ]
 
@@ -25,13 +27,25 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     """What a draft service is told at start, besides what all services are."""
 
     section: ClassVar[str] = "draft"
+    subjects: ClassVar[Mapping[str, str]] = {
+        "model": "model and device",
+        "listen": "serving",
+        "method": "drafting",
+        "target_tokenizer": "targets of another vocabulary",
+        "draft_adapter": "adapters",
+        "allow_reload": "other weights while it serves",
+    }
+    first: ClassVar[tuple[str, ...]] = (
+        "model", "method", "listen", "device", "dtype", "threads", "max_model_len", "cache_mb", "quantization",
+        "metrics",
+    )  # fmt: skip
 
     model: Annotated[Path | None, CHECKPOINT] = None
+    quantization: Literal["int8"] | None = Field(
+        None, description="round the draft's weights to 8 bits: on a CPU, where they are read faster (as they are)"
+    )
     listen: Address = "127.0.0.1:50052"
     method: MethodNames = "draft_model"
-    quantization: Literal["int8"] | None = Field(
-        None, description="round the model's weights to 8 bits: on a CPU, where they are read faster (as they are)"
-    )
     speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
         None,
         description="what draft_model drafts for greedy and coupled requests in place of chains: paths as "
@@ -42,16 +56,17 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
         "drafts for that target, too",
     )
+    vocabulary_level: VocabularyLevel = "auto"
     draft_adapter: list[str] = Field(
         default_factory=list,
         description="NAME=DIR: a low-rank adapter of the draft's model in PEFT's layout, by which it drafts for the "
         "target's adapter of that name; for any other by the model alone",
     )
     allow_reload: bool = Field(
-        False, description="other weights may be put in the model's place while it serves: outrider reload"
+        False, description="other weights may be put in the model's place while it serves: outrider admin reload"
     )
     allow_hub_reload: bool = Field(
-        False, description="with allow-reload: these may be the hub's, which are downloaded, and not a folder's alone"
+        False, description="with allow-reload: the weights may be the hub's, which are downloaded, not a folder's alone"
     )
 
     @property
@@ -66,10 +81,8 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those that draft by default, in turn."""
+        """The methods that draft by default, in turn."""
         return split_methods(self.method)
-
-    vocabulary_level: VocabularyLevel = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

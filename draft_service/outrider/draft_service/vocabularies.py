@@ -26,14 +26,20 @@ from outrider.rpc.errors import (
     Violation,
     Violations,
 )
-from outrider.rpc.lexicon import Lexicon, lexicon_of
+from outrider.rpc.lexicon import lexicon_of
 from outrider.rpc.messages import MAX_NAME_CHARS, DraftVocabulary
 from outrider.rpc.vocabulary import TokenizerFile, complete_backend, has_tokenizer, is_panic, load_backend, panics_told
+from outrider.rpc.words.lexicon import Lexicon
 
 logger = logging.getLogger(__name__)
 
 # Of the target's tokens; with less a draft is re-encoded. See docs/architecture.md, "Drafts of another vocabulary".
 LEAST_OVERLAP_GREEDY, LEAST_OVERLAP_SAMPLED = 0.95, 0.05
+_WAYS = {True: "token-level", False: "string-level"}
+MAX_VOCABULARIES = 16
+MAX_BYTES = 64 << 20  # of a tokenizer.json
+MAX_SPECIAL_TOKENS, MAX_SPECIAL_CHARS = 16, 256
+TRANSFER_S, TRIAL_S = 60.0, 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class LoadedTokenizer:
         return () if encoding is None else tuple(takewhile(special.__contains__, encoding.ids))
 
     def writer(self) -> Writer:
-        """It as one that writes text alone."""
+        """This tokenizer as one that writes text alone."""
         self.backend.encode_special_tokens = True
         return Writer(self.lexicon, partial(_encode, self.backend))
 
@@ -95,7 +101,7 @@ def join(target: LoadedTokenizer, draft: LoadedTokenizer, level: Level = "auto")
 
 
 def join_all(targets: Iterable[Path], model: Path, level: Level = "auto") -> dict[str, JoinedVocabulary]:
-    """By fingerprint the targets' vocabularies that differ from the model's; the arguments are folders. Raises
+    """The targets' vocabularies, by fingerprint, that differ from the model's; the arguments are folders. Raises
     ValueError where a tokenizer is missing, or two cannot be joined."""
     joined: dict[str, JoinedVocabulary] = {}
     for folder in targets:
@@ -116,15 +122,6 @@ def describe(joined: JoinedVocabulary) -> str:
     named = [_WAYS[by_tokens] for by_tokens in ways]
     way = named[0] if named[0] == named[1] else f"{named[0]} for greedy requests, {named[1]} for sampled ones"
     return f"{joined.mapping.overlap:.1%} of the target's tokens have a counterpart; drafted {way}"
-
-
-_WAYS = {True: "token-level", False: "string-level"}
-
-
-MAX_VOCABULARIES = 16
-MAX_BYTES = 64 << 20  # of a tokenizer.json
-MAX_SPECIAL_TOKENS, MAX_SPECIAL_CHARS = 16, 256
-TRANSFER_S, TRIAL_S = 60.0, 90.0
 
 
 class Vocabularies:

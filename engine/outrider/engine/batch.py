@@ -19,6 +19,10 @@ from torch import Tensor
 
 from outrider.engine.token_tree import CHAIN, positions_of, window_parents
 
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches
+ALIGNMENT = 4  # numbers: kernels are compiled for pointers to 16 bytes, or else anew
+PAD_SLOT = -1  # stored nowhere
+
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
@@ -57,12 +61,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows over all sequences."""
+        """How many rows all sequences have together."""
         return self.query_starts[-1]
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the batch."""
+        """How many sequences the batch has."""
         return len(self.context_lens)
 
 
@@ -151,9 +155,6 @@ def _by_row(values: Sequence[int], query_starts: Sequence[int]) -> Tensor:  # [s
     return torch.tensor(values, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
 
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """What the steps of an engine hold at most, chunks of prompts aside."""
@@ -182,7 +183,8 @@ def all_buckets(limits: StepLimits) -> list[Bucket]:
 def choose_bucket(
     limits: StepLimits, num_rows: int, num_sequences: int, longest: int, trees: bool = False
 ) -> Bucket | None:
-    """Of a step, the longest of whose sequences has `longest` rows; None for a prompt's chunk and what is too large."""
+    """The bucket of a step, the longest of whose sequences has `longest` rows; None for a prompt's chunk and what is
+    too large."""
     sizes = _row_sizes(limits)
     too_large = num_rows > sizes[-1] or num_sequences > limits.max_sequences or longest > limits.max_query_len
     if too_large or trees > limits.trees:
@@ -191,6 +193,12 @@ def choose_bucket(
     if longest == 1:
         return Bucket(rows, rows, 1)
     return Bucket(rows, _power(num_sequences), limits.max_query_len, trees)
+
+
+def bucket_of(limits: StepLimits, entries: Sequence[BatchEntry]) -> Bucket | None:
+    """The bucket of a step of these entries, as `choose_bucket` gives it."""
+    lengths, trees = [len(entry.token_ids) for entry in entries], any(entry.parents for entry in entries)
+    return choose_bucket(limits, sum(lengths), len(lengths), max(lengths), trees)
 
 
 def _buckets(limits: StepLimits) -> Iterator[Bucket]:
@@ -213,10 +221,6 @@ def _row_sizes(limits: StepLimits) -> tuple[int, ...]:
 def _power(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
-
-
-ALIGNMENT = 4  # numbers: kernels are compiled for pointers to 16 bytes, or else anew
-PAD_SLOT = -1  # stored nowhere
 
 
 def buffer_size(bucket: Bucket, table_width: int) -> int:
@@ -259,7 +263,7 @@ class StepBuffer:
 
 
 def _sizes(bucket: Bucket, table_width: int) -> tuple[int, ...]:
-    """Of token ids, positions, slots, logit rows, query starts, context lengths, parents and block tables."""
+    """The sizes of token ids, positions, slots, logit rows, query starts, context lengths, parents and block tables."""
     rows, sequences = bucket.rows, bucket.sequences
     return rows, rows, rows, rows, sequences + 1, sequences, rows * bucket.trees, sequences * table_width
 

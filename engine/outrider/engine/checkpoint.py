@@ -34,6 +34,31 @@ ADAPTER_CONFIG = "adapter_config.json"  # of an adapter that was saved beside it
 SAMPLING_KEYS = (*OFF, "repetition_penalty")
 MAX_JSON_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
+MASK_FIELDS = ("pard_token", "ptd_token_id")  # PARD's own, and vLLM's other name
+# What transformers obeys beside SAMPLING_KEYS, the values that ask for nothing, and a request's own word for it.
+OTHER_RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "suppress_tokens": ((None, []), "bad_words or logit_bias"),
+    "begin_suppress_tokens": ((None, []), ""),
+    "bad_words_ids": ((None, []), "bad_words"),
+    "sequence_bias": ((None, [], {}), "logit_bias"),
+    "min_new_tokens": ((None, 0), "min_tokens"),
+    "min_length": ((None, 0), "min_tokens"),
+    "forced_bos_token_id": ((None,), ""),
+    "forced_eos_token_id": ((None,), ""),
+    "no_repeat_ngram_size": ((None, 0), ""),
+    "typical_p": ((None, 1), ""),
+    "epsilon_cutoff": ((None, 0), ""),
+    "eta_cutoff": ((None, 0), ""),
+    "guidance_scale": ((None, 1), ""),
+    "exponential_decay_length_penalty": ((None,), ""),
+    "num_beams": ((None, 1), ""),
+    "stop_strings": ((None, [], ""), "stop"),
+}
+CACHE_NAME = ".outrider-digest"
+VERSION = 1  # of the cache's contents and of what is hashed
+NUM_THREADS = 4
+CHUNK_BYTES = 1 << 18
+SETTLED_NS = 2_000_000_000  # a file that changed later may change again within one tick of its file system's clock
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,7 +103,7 @@ def weights_entry(folder: Path, lone: bool = False) -> str:
         return others[0]
     if _names(folder, "*.bin") and (not others or _names(folder, "pytorch_model*.bin")):
         raise UnsupportedModel(
-            f"{folder} holds its weights as .bin, which are pickles: run `outrider convert {folder} NEW` first"
+            f"{folder} holds its weights as .bin, which are pickles: run `outrider model convert {folder} NEW` first"
         )
     if not others:
         raise UnsupportedModel(f"{folder} holds no {SUFFIX} weights")
@@ -154,9 +179,6 @@ def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
     return tuple(ids)
 
 
-MASK_FIELDS = ("pard_token", "ptd_token_id")  # PARD's own, and vLLM's other name
-
-
 def mask_token_id(config: Mapping[str, Any]) -> int | None:
     """The mask token of a model that was trained to draft in parallel; None for any other. Raises WrongCheckpoint."""
     name, value = next(((name, config[name]) for name in MASK_FIELDS if config.get(name) is not None), ("", None))
@@ -183,27 +205,6 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-# What transformers obeys beside SAMPLING_KEYS, the values that ask for nothing, and a request's own word for it.
-OTHER_RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "suppress_tokens": ((None, []), "bad_words or logit_bias"),
-    "begin_suppress_tokens": ((None, []), ""),
-    "bad_words_ids": ((None, []), "bad_words"),
-    "sequence_bias": ((None, [], {}), "logit_bias"),
-    "min_new_tokens": ((None, 0), "min_tokens"),
-    "min_length": ((None, 0), "min_tokens"),
-    "forced_bos_token_id": ((None,), ""),
-    "forced_eos_token_id": ((None,), ""),
-    "no_repeat_ngram_size": ((None, 0), ""),
-    "typical_p": ((None, 1), ""),
-    "epsilon_cutoff": ((None, 0), ""),
-    "eta_cutoff": ((None, 0), ""),
-    "guidance_scale": ((None, 1), ""),
-    "exponential_decay_length_penalty": ((None,), ""),
-    "num_beams": ((None, 1), ""),
-    "stop_strings": ((None, [], ""), "stop"),
-}
-
-
 def unheeded_rules(generation: Mapping[str, Any]) -> str:
     """What a generation_config.json asks for that is not done unless a request says so itself; empty: nothing."""
     found = [name for name, (neutral, _) in OTHER_RULES.items() if generation.get(name) not in neutral]
@@ -211,12 +212,6 @@ def unheeded_rules(generation: Mapping[str, Any]) -> str:
     instead = f"; a request asks for it by its own fields ({', '.join(own)})" if own else ""
     return f"generation_config.json: {', '.join(found)} has no effect{instead}" if found else ""
 
-
-CACHE_NAME = ".outrider-digest"
-VERSION = 1  # of the cache's contents and of what is hashed
-NUM_THREADS = 4
-CHUNK_BYTES = 1 << 18
-SETTLED_NS = 2_000_000_000  # a file that changed later may change again within one tick of its file system's clock
 
 _FileKey = list[str | int]  # path, size, mtime_ns, ctime_ns, inode
 _Pending = tuple[list[Any], "Future[str]"]  # name, type in safetensors' words and shape of a tensor; its digest
@@ -252,7 +247,8 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
 
 
 def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
-    """By the header of a safetensors file: its length, JSON, then the contents at offsets from its end."""
+    """Reads a file by the header of its kind (safetensors): its length, JSON, then the contents at offsets from its
+    end."""
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:

@@ -65,7 +65,7 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of every layer."""
+        """How many blocks every layer has."""
         return self.keys[0].shape[0]
 
 

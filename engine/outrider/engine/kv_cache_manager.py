@@ -84,10 +84,6 @@ class BlockPool:
         """How many tables hold the block."""
         return self._references[block]
 
-    def is_cached(self, block: int) -> bool:
-        """Whether the block is findable by its prefix."""
-        return block in self._key_of
-
     def forget(self, blocks: Iterable[int]) -> None:
         """Drops the cached prefixes of these blocks."""
         for block in blocks:

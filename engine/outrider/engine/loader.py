@@ -41,7 +41,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """Of its weights: "float32", "bfloat16", "int8"."""
+        """The type of its weights: "float32", "bfloat16", "int8"."""
         return self.quantization or str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -57,8 +57,8 @@ class LoadedModel:
 
     @property
     def kernels(self) -> str:
-        """By which kernels, for which processor: "c-avx512-1a2b3c", "torch-2.9.0-avx2", "triton-2.9.0-sm90", where
-        PyTorch's version stands for Triton's and cuBLAS', too."""
+        """Which kernels compute it, for which processor: "c-avx512-1a2b3c", "torch-2.9.0-avx2", "triton-2.9.0-sm90",
+        where PyTorch's version stands for Triton's and cuBLAS', too."""
         if isinstance(self.model, NativeDecoder):
             return self.model.kernel.library_name
         if self.model.device.type == "cpu":

@@ -71,8 +71,8 @@ def top_logprobs(
 
 
 def with_listed(row: RowLogprobs, values: Tensor, ids: Sequence[int], ranked: bool = True) -> RowLogprobs:
-    """The same, and behind it these ids, each once, in their order; `values` are the row's, [vocab]. Ranks take a sort
-    of the row, whatever their number: without they are 0."""
+    """A row's log probabilities, and behind them those of these ids, each once, in their order; `values` are the row's,
+    [vocab]. Ranks take a sort of the row, whatever their number: without they are 0."""
     listed = [token for token in dict.fromkeys(ids) if token not in row.ids]
     if not ranked:
         return RowLogprobs(row.ids + listed, row.values + values[listed].tolist(), row.ranks + [0] * len(listed))

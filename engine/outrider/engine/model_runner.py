@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -27,18 +27,20 @@ from outrider.engine.models.decoder import Decoder
 from outrider.engine.token_tree import KeptPath
 from outrider.engine.worker import require_device
 
+log = logging.getLogger(__name__)
+DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
+SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
+
 
 class ForwardTimer(Protocol):
     """Times one pass after the other."""
 
     def start(self) -> None:
-        """Before a pass."""
+        """Begins to measure; to be called right before a pass."""
 
-    def stop(self) -> None:
-        """After it was launched."""
-
-    def microseconds(self) -> int:
-        """Of the last pass that is known to have ended; 0 if none is."""
+    def stop(self) -> Callable[[], int]:
+        """Ends the measurement; to be called once the pass was launched. What says how many microseconds it took, once
+        it has ended; 0 before."""
 
 
 def timer_of(device: torch.device) -> ForwardTimer:
@@ -47,48 +49,37 @@ def timer_of(device: torch.device) -> ForwardTimer:
 
 
 class HostTimer:
-    """For a pass that has run when it returns."""
+    """Measures passes that have run when they return."""
 
     def __init__(self) -> None:
         self._started = 0
-        self._nanoseconds = 0
 
     def start(self) -> None:
-        """Before a pass."""
+        """Begins to measure."""
         self._started = time.perf_counter_ns()
 
-    def stop(self) -> None:
-        """After it."""
-        self._nanoseconds = time.perf_counter_ns() - self._started
-
-    def microseconds(self) -> int:
-        """Of the last pass."""
-        return self._nanoseconds // 1000
+    def stop(self) -> Callable[[], int]:
+        """Ends the measurement."""
+        microseconds = (time.perf_counter_ns() - self._started) // 1000
+        return lambda: microseconds
 
 
 class CudaTimer:
-    """Of events on the current stream. A pass that still runs when it is asked for leaves the last answer."""
+    """Measures passes by events on the current stream: a pass may be launched before the one before it has ended."""
 
     def __init__(self) -> None:
-        self._first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._ran = False
-        self._known = 0
+        self._first = torch.cuda.Event(enable_timing=True)
 
     def start(self) -> None:
-        """Before a pass."""
+        """Records the event before a pass."""
+        self._first = torch.cuda.Event(enable_timing=True)
         self._first.record()
 
-    def stop(self) -> None:
-        """After it was launched."""
-        self._last.record()
-        self._ran = True
-
-    def microseconds(self) -> int:
-        """Reads the events where both have passed; whoever read the logits has waited for them."""
-        if self._ran and self._last.query():  # type: ignore[no-untyped-call]
-            self._known = round(self._first.elapsed_time(self._last) * 1000)
-        return self._known
+    def stop(self) -> Callable[[], int]:
+        """Records the event behind a pass that was launched; whoever has read its logits has waited for both."""
+        first, last = self._first, torch.cuda.Event(enable_timing=True)
+        last.record()
+        return lambda: round(first.elapsed_time(last) * 1000) if last.query() else 0
 
 
 class ModelRunner:
@@ -107,19 +98,16 @@ class ModelRunner:
         self.taps = check_taps(taps, len(model.layers))
         self.cache = KVCache.allocate(model.layers, num_blocks, model.dtype, model.device, block_size)
         self._timer = timer_of(model.device)
+        self.last_pass: Callable[[], int] = lambda: 0
+        """How many microseconds the last pass took, once it has ended: on an accelerator, once its logits were read."""
         self._taps: Taps | None = None  # as large as the largest step so far
         self.hidden_states: Tensor | None = None  # [rows, taps, hidden] of the last pass, until the next
         self.captured: CapturedSteps | None = None
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """How many tokens a block holds."""
         return self.cache.block_size
-
-    @property
-    def last_forward_us(self) -> int:
-        """How long the last pass took, once it has ended: on an accelerator, once its logits were read."""
-        return self._timer.microseconds()
 
     def capture(self, limits: StepLimits, device: GraphDevice) -> None:
         """Captures the steps without a prompt's chunk, from then on replayed. Other models than our own decoder run
@@ -155,7 +143,19 @@ class ModelRunner:
             self.hidden_states = None if self._taps is None else self._taps.states[: batch.num_rows]
         elif self.captured is not None:
             self.hidden_states = self.captured.hidden_states
-        self._timer.stop()
+        self.last_pass = self._timer.stop()
+        return logits
+
+    @torch.inference_mode()
+    def follow(self, entries: Sequence[BatchEntry], ids: Tensor) -> Tensor:  # [rows, vocab] float32
+        """As `forward`, of rows whose ids, [rows] int64, the device has and the host does not. ValueError where no
+        captured pass holds them."""
+        self._timer.start()
+        logits = None if self.captured is None else self.captured.run(entries, ids)
+        if self.captured is None or logits is None:
+            raise ValueError(f"no captured pass holds {len(entries)} rows, whose ids the device alone has")
+        self.hidden_states = self.captured.hidden_states
+        self.last_pass = self._timer.stop()
         return logits
 
     def _slots_of(self, entries: Sequence[BatchEntry]) -> list[int] | None:
@@ -169,12 +169,6 @@ class ModelRunner:
         if self.taps and (self._taps is None or len(self._taps.states) < num_rows):
             self._taps = Taps(self.taps, num_rows, self.model.hidden_size, self.model.dtype, self.model.device)
         return self._taps
-
-
-log = logging.getLogger(__name__)
-
-DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
-SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
 
 
 def sampling_bytes(num_rows: int, vocab_size: int) -> int:
@@ -197,13 +191,13 @@ class RunnerOptions:
     adapters: AdapterRoom | None = None
 
     def beside_another(self) -> RunnerOptions:
-        """For the second model of a process: what a device has left is the first one's."""
+        """The options for the second model of a process: what a device has left is the first one's."""
         return replace(self, cache_bytes=self.cache_bytes or self.default_cache_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of one device."""
+    """The bytes of one device, by what they are for."""
 
     total: int
     free: int  # before the largest step
@@ -247,8 +241,8 @@ def blocks_for_share(model: CausalLM, use: MemoryUse, options: RunnerOptions) ->
 
 
 def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
-    """As many rows as a step may hold, in windows, all of which want logits; the tables are of the longest context, as
-    far as memory goes. Sequence i has the blocks from i * blocks per window on."""
+    """A step of as many rows as one may hold, in windows, all of which want logits; the tables are of the longest
+    context, as far as memory goes. Sequence i has the blocks from i * blocks per window on."""
     entries: list[BatchEntry] = []
     length = min(max(limits.max_query_len, -(-limits.max_rows // limits.max_sequences)), model.max_model_len)
     per_window = -(-length // BLOCK_SIZE)

@@ -16,6 +16,7 @@ from outrider.kernels.random.reference import Purpose, as_int64, exponential_noi
 
 MAX_WORD_ROWS = 64  # rows of four words that a sequence keeps
 MAX_NOISE_VALUES = 1 << 17  # that a sequence keeps, over its rows
+Generate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of seeds, positions, completions and draws, [n] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,6 @@ class RandomRange:
     first: int
     count: int
     limit: int
-
-
-Generate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of seeds, positions, completions and draws, [n] each
 
 
 @dataclass(frozen=True, slots=True)

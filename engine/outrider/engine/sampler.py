@@ -7,7 +7,7 @@ what single rows and ids ask for; where a number a row says it all, `row_samplin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
@@ -15,41 +15,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar.constraint import Constraint
+from outrider.engine.grammar.masks import allowed_ids, num_words
 from outrider.engine.staging import Column, StagedColumns
-from outrider.engine.token_masks import Constraint
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
+from outrider.rpc.words.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from outrider.engine.grammar import Matcher
+    from outrider.engine.grammar.compiler import Matcher
 
-
-class SamplingLike(Protocol):
-    """What the engine reads of a request's sampling parameters; vLLM's names and meanings, every default resolved."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Mapping[int, float]: ...
-    @property
-    def allowed_token_ids(self) -> Sequence[int]: ...
-    @property
-    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
+OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
 
 
 class DraftMasks(Protocol):
@@ -65,7 +40,7 @@ class SequenceSampler:
 
     def __init__(
         self,
-        params: SamplingLike,
+        params: SamplingParams,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         eos_ids: Sequence[int],
@@ -304,7 +279,7 @@ class _Assembly:
         )
 
     def _penalties(self, device: torch.device) -> Penalties | None:
-        """Counted on the host."""
+        """The penalties, counted on the host."""
         if not self.penalised:
             return None
         names = [column.name for column in fields(Penalties)]
@@ -337,11 +312,8 @@ def _mask_of(ids: tuple[int, ...], vocab_size: int) -> Tensor | None:
     return torch.full((vocab_size,), -torch.inf).index_fill_(0, known, 0.0)
 
 
-OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
-
-
 def sampling_columns(num_rows: int) -> list[Column]:
-    """What `row_sampling` reads."""
+    """The columns that `row_sampling` reads."""
     return [
         Column("temperature", torch.float32, num_rows),
         Column("min_p", torch.float32, num_rows),
@@ -373,3 +345,19 @@ def row_sampling(columns: StagedColumns) -> RowSampling:
         min_p=columns["min_p"],
         truncation=Truncation(every_row, columns["top_k"], columns["top_p"]),
     )
+
+
+def is_stuck(sampler: SequenceSampler, drafted: Sequence[int]) -> bool:
+    """Whether a sequence's constraint and its other parameters together leave no token, here or behind some of these.
+    Raises GrammarError."""
+    constraint, size = sampler.constraint, sampler.vocab_size
+    if constraint is None:
+        return False
+    masks = torch.empty(len(drafted) + 1, num_words(size), dtype=torch.int32)
+    constraint.write_masks(sampler.num_output, drafted, 0, masks)
+    allowed = sampler.allowed_on(torch.device("cpu"))
+    known = set(range(size)) if allowed is None else set((allowed == 0).nonzero()[:, 0].tolist())
+    left = (
+        (known & allowed_ids(row, size)) - sampler.banned_after(drafted[:length]) for length, row in enumerate(masks)
+    )
+    return not all(left)

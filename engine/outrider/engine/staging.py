@@ -1,4 +1,4 @@
-"""Columns of numbers for a device, side by side in one pinned buffer, so that one copy takes them all."""
+"""Columns of numbers for a device, side by side in one buffer, so that one copy takes them all."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ class StagedColumns:
     def words_up_to(self, name: str, length: int) -> int:
         """How many words of the buffers hold what is before a column, and its first numbers."""
         return self._starts[name] + -(-length * self._device[name].dtype.itemsize // WORD)
+
+
+def index_on(values: Sequence[int], device: torch.device) -> Tensor:  # [values] int64
+    """Places in a tensor of a device, behind what was launched there: the host waits for nothing."""
+    on_cpu = device.type == "cpu"
+    index = torch.tensor(values, dtype=torch.int64, pin_memory=not on_cpu)
+    return index if on_cpu else index.to(device, non_blocking=True)

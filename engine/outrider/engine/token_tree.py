@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Self
 
 CHAIN = -2  # parent of a row that is of no tree, as the kernels' tree_mask takes it
@@ -47,13 +47,14 @@ def subtree(parents: Sequence[int], root: int, kept: Sequence[bool]) -> tuple[li
 
 
 def positions_of(start: int, num_rows: int, parents: Sequence[int]) -> list[int]:
-    """Of rows from position `start` on, the last of which are a tree: nodes that stand in one place have the same."""
+    """The positions of rows from `start` on, the last of which are a tree: nodes that stand in one place have the
+    same."""
     before = start + num_rows - len(parents)
     return [*range(start, before), *(before - 1 + depth for depth in depths_of(parents))]
 
 
 def window_parents(num_rows: int, parents: Sequence[int]) -> list[int]:
-    """Of rows, the last of which are a tree, the row that each follows, counted from the first, as the kernels take
+    """The row that each row follows, where the last of them are a tree, counted from the first, as the kernels take
     them (tree_mask.py); its root is the row before it. Raises ValueError."""
     if not parents:
         return [CHAIN] * num_rows
@@ -73,7 +74,7 @@ class KeptPath:
     nodes: Sequence[int]
 
     def moves(self, block_size: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """From which slot to which, and from which row to which, so that the path lies as a chain does."""
+        """The moves from slot to slot, and from row to row, so that the path lies as a chain does."""
         for offset, node in enumerate(self.nodes):
             if node != offset:
                 first, table = self.first_place, self.block_table
@@ -93,7 +94,7 @@ class TokenTree:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From vLLM's `speculative_token_tree`: a list of paths, each a tuple of ranks from the root on, such as
+        """Reads vLLM's `speculative_token_tree`: a list of paths, each a tuple of ranks from the root on, such as
         "[(0,), (1,), (0, 0)]". Raises ValueError."""
         try:
             paths = ast.literal_eval(text)
@@ -108,13 +109,13 @@ class TokenTree:
 
     @staticmethod
     def checked(text: str) -> str:
-        """The same text, for settings. Raises ValueError."""
+        """Checks a tree's text, which stays as it is, for settings. Raises ValueError."""
         TokenTree.parse(text)
         return text
 
     @classmethod
     def of(cls, paths: Sequence[tuple[int, ...]]) -> Self:
-        """Of paths in any order. Raises ValueError."""
+        """A tree of paths in any order. Raises ValueError."""
         ordered = sorted(paths, key=lambda path: (len(path), path))
         node_of = {path: node for node, path in enumerate(ordered)}
         problem = None
@@ -137,13 +138,6 @@ class TokenTree:
         """Whether no two nodes stand in one place."""
         return self.parents == tuple(range(len(self.parents)))
 
-    def levels(self) -> Iterator[range]:
-        """The nodes of each depth, from 1 on."""
-        depths = depths_of(self.parents)
-        for _, nodes in groupby(range(len(depths)), key=depths.__getitem__):
-            found = list(nodes)
-            yield range(found[0], found[-1] + 1)
-
     @property
     def depth(self) -> int:
         """How many tokens its longest path has."""
@@ -157,7 +151,7 @@ class TokenTree:
         return TokenTree.of(sorted(paths, key=lambda path: (sum(path), len(path)))[:count])
 
     def children(self, node: int) -> list[int]:
-        """Those of a node, or of the root, -1."""
+        """The children of a node, or of the root, -1."""
         return [child for child, parent in enumerate(self.parents) if parent == node + 1]
 
 

@@ -71,11 +71,12 @@ class _Stop:
 
 
 def set_switch_interval() -> None:
-    """For a process whose event loop shares the interpreter with a device thread; `__main__` calls it once."""
+    """Sets how often threads take turns, for a process whose event loop shares the interpreter with a device thread;
+    `__main__` calls it once."""
     sys.setswitchinterval(0.0005)
 
 
-class Worker(Generic[Command]):
+class DeviceWorker(Generic[Command]):
     """Runs an engine from construction on until `stop`."""
 
     def __init__(
@@ -216,4 +217,4 @@ def _take_device(device: torch.device) -> None:
     if device.index is not None:
         torch.cuda.set_device(device)  # a thread's own; Triton launches there, wherever its tensors are
     torch.cuda.synchronize(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    torch.cuda.set_stream(torch.cuda.Stream(device))

@@ -3,6 +3,8 @@ TLS alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.security import ClientTls
 from outrider.rpc.settings import PeerSettings
+
+GATEWAY = "127.0.0.1:50050"  # where a gateway is unless another address is given
 
 
 def check_addresses(given: list[str]) -> list[str]:
@@ -25,7 +29,7 @@ def check_addresses(given: list[str]) -> list[str]:
 
 
 class AccessSettings(PeerSettings):
-    """What a gateway is shown, and by what it is known."""
+    """What a gateway is shown, and by what it is known as itself."""
 
     peer_name: str = Field("", description="name (SAN) that the gateway's certificate must have (default: its host)")
     token_file: Path | None = Field(None, description="file with the token that the gateway knows this caller by")
@@ -39,7 +43,7 @@ class AccessSettings(PeerSettings):
         return self.token_file.read_text(encoding="utf-8").strip()
 
     def access(self) -> dict[str, Any]:
-        """The same as arguments of a client. OSError or OutriderError for files that cannot be used."""
+        """What a client is given to get in. OSError or OutriderError for files that cannot be used."""
         tls = ClientTls.of(self, self.peer_name)
         if tls is None:
             return {"token": self.token}
@@ -53,9 +57,27 @@ class ServicesAccessSettings(PeerSettings):
     draft_tls_name: str = Field("", description="the same of a draft's")
 
     def target_tls(self) -> ClientTls | None:
-        """To targets. OutriderError for files that cannot be used."""
+        """How targets are reached over TLS, if they are. OutriderError for files that cannot be used."""
         return ClientTls.of(self, self.target_tls_name)
 
     def draft_tls(self) -> ClientTls | None:
-        """The same to drafts."""
+        """How drafts are reached over TLS, if they are. OutriderError for files that cannot be used."""
         return ClientTls.of(self, self.draft_tls_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How each kind of process lets one in; without anything in plaintext."""
+
+    client: Mapping[str, Any] = field(default_factory=dict)  # a Client's arguments
+    gateway: ClientTls | None = None
+    target: ClientTls | None = None
+    draft: ClientTls | None = None
+
+
+class DeploymentAccessSettings(AccessSettings, ServicesAccessSettings):
+    """What all of a deployment is shown, and by what it is known."""
+
+    def deployment_access(self) -> Access:
+        """OSError or OutriderError for files that cannot be used."""
+        return Access(self.access(), ClientTls.of(self, self.peer_name), self.target_tls(), self.draft_tls())

@@ -1,9 +1,8 @@
-"""`outrider adapter`: has running targets load or unload a low-rank adapter, or says which they have."""
+"""`outrider admin adapter`: has running targets load or unload a low-rank adapter, or says which they have."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -11,7 +10,7 @@ import grpc.aio
 from pydantic import Field, field_validator, model_validator
 
 from outrider.cli.access import ServicesAccessSettings, check_addresses
-from outrider.cli.terminal import fail, parse
+from outrider.cli.arguments import fail, parse
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.remote import TARGET_SERVICE, load_adapter, unload_adapter
 from outrider.rpc.errors import OutriderError, Unavailable
@@ -30,7 +29,7 @@ SHOWN_DIGEST = 12
 
 
 class AdapterSettings(ServicesAccessSettings):
-    """What is done, with what, and where."""
+    """What is done with which adapter, and at which targets."""
 
     section: ClassVar[str] = "adapter"
 
@@ -56,15 +55,14 @@ class AdapterSettings(ServicesAccessSettings):
 
     @property
     def named(self) -> tuple[str, str]:
-        """The name and the folder."""
+        """The adapter's name, and its folder for one that is loaded."""
         name, _, folder = self.adapter.partition("=")
         return name, folder
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider adapter") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider admin adapter") -> int:
     """Prints what each target did or has; 1 if one did not do it."""
-    arguments = sys.argv[1:] if argv is None else argv
-    settings = parse(AdapterSettings, arguments, prog, DESCRIPTION, bare=("action", "adapter"))
+    settings = parse(AdapterSettings, argv, prog, DESCRIPTION, bare=("action", "adapter"))
     try:
         return asyncio.run(_run(settings, prog))
     except (OutriderError, OSError) as error:
@@ -92,7 +90,7 @@ async def _run(settings: AdapterSettings, prog: str) -> int:
 
 
 async def _done(settings: AdapterSettings, address: str, tls: ClientTls | None) -> list[str]:
-    """What a target says to it, in words."""
+    """What a target says to what is asked of it, in words."""
     name, folder = settings.named
     async with open_channel(address, tls) as channel:
         match settings.action:
@@ -108,7 +106,3 @@ async def _done(settings: AdapterSettings, address: str, tls: ClientTls | None) 
 
 def _shown(adapter: Adapter) -> str:
     return f"{adapter.name}, rank {adapter.rank}, {adapter.digest[:SHOWN_DIGEST]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

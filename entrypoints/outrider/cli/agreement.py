@@ -25,8 +25,8 @@ from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.reencoding import JoinedVocabulary, Reencoding
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens, Open
-from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import SamplingParams
 
 WINDOW = 512  # tokens of context; each window is read from its start
 ROWS = 128  # rows of one forward pass: large vocabularies make large logits
@@ -122,7 +122,7 @@ def _ask_reencoded(
 
 
 def _drafted(loaded: LoadedModel, ids: Sequence[int], joined: JoinedVocabulary) -> dict[int, int | None]:
-    """By position what the draft's engine proposes there, if anything, over the ids before it."""
+    """What the draft's engine proposes at each position, if anything, over the ids before it."""
     way = joined.greedy if isinstance(joined.greedy, Reencoding) else joined.sampled
     name = joined.mapping.target.fingerprint
     options = RunnerOptions(num_blocks=-(-loaded.max_model_len // BLOCK_SIZE))
@@ -182,7 +182,7 @@ def describe(result: Agreement, num_draft_tokens: int) -> list[str]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; not a number where there is none."""
+    """The mean of the values; not a number where there are none."""
     return sum(values) / len(values) if values else math.nan
 
 

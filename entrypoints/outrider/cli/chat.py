@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -15,23 +15,32 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from outrider.cli.arguments import fail, load_tokenizer, of_gateway, one_line, parse
 from outrider.cli.generate import CollectedCompletion, RequestSettings
-from outrider.cli.terminal import (
-    STYLES,
-    VISIBLE,
-    Painter,
-    TokenWriter,
-    fail,
-    load_tokenizer,
-    of_gateway,
-    one_line,
-    parse,
-)
+from outrider.cli.terminal import VISIBLE, Painter, TokenWriter
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.pairs import TRAINED_ON, pair_path
+from outrider.pairs import pair_path, trained_on
 from outrider.rpc.errors import InvalidArgument, OutriderError
-from outrider.rpc.sampling_params import TokenOrigin
+
+DESCRIPTION = (
+    "Talk to the model behind a gateway; its tokenizer must have a chat template. On a terminal the colour of the text "
+    "says how its tokens came about (green: drafted, and kept by the target; yellow: the target's own where it refused "
+    "one; cyan: the target's own after a whole window), and a line below counts. Ctrl-C cancels an answer, Ctrl-D ends "
+    "the chat, /help shows its commands. From a pipe every line is a question, and the answers are plain text."
+)
+ASK_S = 10.0
+COMMANDS = {
+    "/new": "begin another conversation",
+    "/speculation": "switch drafting off, or on again",
+    "/help": "show this",
+    "/exit": "end the chat, as Ctrl-D does",
+}
+FAILURES = (OutriderError, OSError, ValueError)
+PROMPT = "> "
+FRAMES_PER_S = 15
+ROOM = re.compile(r"allowed: at most (\d+)")  # what a refusal of the request's length says of max_tokens
+Show = Callable[[Iterator[Part], CollectedCompletion], None]
 
 
 class ChatSettings(RequestSettings):
@@ -46,71 +55,48 @@ class ChatSettings(RequestSettings):
     stats: bool = Field(True, description="a line on each answer; on standard error where the output is no terminal")
 
 
-PROMPT = "> "
-FRAMES_PER_S = 15
-
-
 class View:
-    """Where a chat is shown: the text of the answers, a line of numbers on standard error."""
+    """Where a chat is shown: the text of the answers, and a line of numbers on standard error. On a terminal the text
+    has colours by origin, and under an answer stands what speculation has done for it so far."""
 
-    def __init__(self, stats: bool) -> None:
+    def __init__(self, stats: bool, tokenizer: Tokenizer | None = None, terminal: Console | None = None) -> None:
         self._stats = stats
+        self._tokenizer = tokenizer if terminal else None
+        self._terminal = terminal
 
     def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
-        """Takes all parts into the answer and shows its text as it comes, and an end of line."""
-        writer = TokenWriter(Painter(sys.stdout, colours=False), None)
+        """Takes all parts into the answer and shows its text as it comes, and an end of line. On a terminal whole lines
+        are printed once; the last one and the numbers are drawn again and again below them."""
+        live = None if self._terminal is None else _LastLine(self._terminal)
+        writer = TokenWriter(live or Painter(sys.stdout, colours=False), self._tokenizer)
+        num_rounds = 0
         try:
-            for part in parts:
-                answer.add(part)
-                writer.write(part)
+            with live.drawn() if live else nullcontext():
+                for part in parts:
+                    answer.add(part)
+                    num_rounds += bool(part.token_ids)
+                    if live and self._stats:
+                        live.status = progress(answer, num_rounds)
+                    writer.write(part)
         finally:
-            if answer.text:
+            if live and (answer.text or answer.reasoning):
+                live.end()
+            elif answer.text:
                 print(flush=True)
         if self._stats:
             self.note(summary(answer))
 
     def question(self, text: str) -> None:
-        """A question that was not typed here: not shown, the output is the answers."""
+        """A question that was not typed here, as if it had been: an output that is no terminal is the answers alone."""
+        if self._terminal is not None:
+            self._terminal.print(Text(PROMPT + text.translate(VISIBLE), style="bold"))
 
     def note(self, text: str) -> None:
-        """A line of ours, on standard error."""
-        print(text, file=sys.stderr, flush=True)
-
-
-class LiveView(View):
-    """Colours by origin, and under the answer what speculation has done for it so far."""
-
-    def __init__(self, stats: bool, tokenizer: Tokenizer | None) -> None:
-        super().__init__(stats)
-        self._console = Console(highlight=False)
-        self._tokenizer = tokenizer
-
-    def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
-        """Whole lines are printed once; the last one and the numbers are drawn again and again below them."""
-        lines = _LastLine(self._console)
-        writer = TokenWriter(lines, self._tokenizer)
-        num_rounds = 0
-        try:
-            with Live(lines, console=self._console, refresh_per_second=FRAMES_PER_S, transient=True):
-                for part in parts:
-                    answer.add(part)
-                    num_rounds += bool(part.token_ids)
-                    if self._stats:
-                        lines.status = progress(answer, num_rounds)
-                    writer.write(part)
-        finally:
-            if answer.text or answer.reasoning:
-                self._console.print(lines.text)
-        if self._stats:
-            self.note(summary(answer))
-
-    def question(self, text: str) -> None:
-        """As if it had been typed."""
-        self._console.print(Text(PROMPT + text.translate(VISIBLE), style="bold"))
-
-    def note(self, text: str) -> None:
-        """In grey."""
-        self._console.print(Text(text, style="dim"))
+        """A line of ours: in grey, or on standard error."""
+        if self._terminal is not None:
+            self._terminal.print(Text(text, style="dim"))
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 class _LastLine(Painter):
@@ -122,21 +108,21 @@ class _LastLine(Painter):
         self.text = Text()
         self.status = "..."
 
+    def drawn(self) -> Live:
+        """A context in which the line and its numbers are drawn again and again."""
+        return Live(self, console=self._console, refresh_per_second=FRAMES_PER_S, transient=True)
+
+    def end(self) -> None:
+        """Prints the line that was not full."""
+        self._console.print(self.text)
+
     def __rich__(self) -> Group:
-        """What is drawn anew."""
+        """What is drawn anew: the line that grows, and the numbers below it."""
         return Group(self.text, Text(self.status, style="dim"))
 
-    def token(self, text: str, origin: TokenOrigin) -> None:
-        """In its origin's colour."""
-        self._append(text, STYLES.get(origin, ""))
-
-    def reasoning(self, text: str) -> None:
-        """In grey."""
-        self._append(text, "dim")
-
-    def _append(self, text: str, style: str) -> None:
+    def write(self, text: str, style: str = "") -> None:
         """A line is full at its end or where the terminal's is: a region that is drawn anew must fit on it."""
-        self.text.append(text.translate(VISIBLE), style=style)
+        self.text.append(text, style=style)
         *full, self.text = self.text.split("\n", allow_blank=True)
         *wrapped, self.text = self.text.wrap(self._console, self._console.width) or [Text()]
         for line in (*full, *wrapped):
@@ -144,10 +130,10 @@ class _LastLine(Painter):
 
 
 def make_view(plain: bool, stats: bool, tokenizer: Tokenizer | None) -> View:
-    """The live one on a terminal that can do it. NO_COLOR leaves the colours out."""
-    if plain or not sys.stdout.isatty() or Console().is_dumb_terminal:
-        return View(stats)
-    return LiveView(stats, tokenizer)
+    """Live on a terminal that can do it. NO_COLOR leaves the colours out."""
+    console = Console(highlight=False)
+    is_live = not plain and sys.stdout.isatty() and not console.is_dumb_terminal
+    return View(stats, tokenizer, console if is_live else None)
 
 
 def make_editable() -> None:
@@ -182,12 +168,6 @@ def summary(answer: CollectedCompletion) -> str:
     if usage is not None:
         words.append(f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)")
     return f"[{', '.join(words)}, then {answer.finish_reason}]"
-
-
-Show = Callable[[Iterator[Part], CollectedCompletion], None]
-
-# What a refusal of the request's length says of max_tokens.
-_ROOM = re.compile(r"allowed: at most (\d+)")
 
 
 class Conversation:
@@ -239,31 +219,15 @@ class Conversation:
 def _room(error: InvalidArgument) -> int | None:
     """The tokens that are left for an answer, if that is what the gateway complained of."""
     for violation in error.violations:
-        found = _ROOM.search(violation.problem)
+        found = ROOM.search(violation.problem)
         if violation.field == "sampling.max_tokens" and found and int(found[1]) > 0:
             return int(found[1])
     return None
 
 
-DESCRIPTION = (
-    "Talk to the model behind a gateway; its tokenizer must have a chat template. On a terminal the colour of the text "
-    "says how its tokens came about (green: drafted, and kept by the target; yellow: the target's own where it refused "
-    "one; cyan: the target's own after a whole window), and a line below counts. Ctrl-C cancels an answer, Ctrl-D ends "
-    "the chat, /help shows its commands. From a pipe every line is a question, and the answers are plain text."
-)
-ASK_S = 10.0
-COMMANDS = {
-    "/new": "begin another conversation",
-    "/speculation": "switch drafting off, or on again",
-    "/help": "show this",
-    "/exit": "end the chat, as Ctrl-D does",
-}
-FAILURES = (OutriderError, OSError, ValueError)
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
     """Talks until the input ends; 1 if the gateway cannot be reached, or refuses a question that came from a pipe."""
-    settings = parse(ChatSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+    settings = parse(ChatSettings, argv, prog, DESCRIPTION)
     try:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
         with SyncClient(settings.gateway, **settings.access()) as client:
@@ -306,7 +270,7 @@ def _talk(conversation: Conversation, view: View, info: GatewayInfo) -> None:
 
 
 def _piped() -> Iterator[str]:
-    """The lines of a pipe."""
+    """The lines that come from a pipe. ValueError for one that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             yield line.decode("utf-8")
@@ -344,18 +308,14 @@ def _answer(conversation: Conversation, view: View, text: str) -> bool:
 
 
 def greeting(info: GatewayInfo) -> str:
-    """Who answers."""
+    """What a chat begins with: who answers, by which draft, and how much it can hold."""
     draft = "without a draft" if info.draft is None else f"drafted by {info.draft.name}, k={info.num_draft_tokens}"
     who = f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
     return "\n".join([who, *_schooling(info)])
 
 
 def _schooling(info: GatewayInfo) -> Iterator[str]:
-    """Of an embedded pair, which its tokenizer tells whatever it is served as: what to expect."""
-    for name, texts in TRAINED_ON.items():
+    """What to expect of an embedded pair, which its tokenizer tells whatever it is served as."""
+    for name, texts in trained_on().items():
         if Tokenizer.load(pair_path(name).target).fingerprint == info.target.tokenizer_fingerprint:
             yield f"this is the embedded pair {name}, trained on {texts} alone: it writes on, and knows no answers"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,16 @@
-"""`outrider check-pair`: does a draft fit a target? Compares tokenizers, maps those that differ, and, on a text that
+"""`outrider model check`: does a draft fit a target? Compares tokenizers, maps those that differ, and, on a text that
 both models read, how much their next-token distributions have in common at every position."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
+from outrider.cli.arguments import fail, load_tokenizer, one_line, parse, read_text, require_config
 from outrider.draft_service.settings import VocabularyLevel
 from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.draft_service.vocabularies import describe as describe_vocabulary
@@ -28,7 +27,7 @@ DESCRIPTION = (
 
 
 class CheckPairSettings(ServiceSettings):
-    """What is compared."""
+    """Which models are compared, on which text."""
 
     section: ClassVar[str] = "check_pair"
 
@@ -53,9 +52,9 @@ class CheckPairSettings(ServiceSettings):
         return self
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model check") -> int:
     """Prints the comparison; 1 if the two are no pair or cannot be read."""
-    settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+    settings = parse(CheckPairSettings, argv, prog, DESCRIPTION)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
     try:
         if settings.text is not None:
@@ -132,7 +131,3 @@ def _compare_tokenizers(
         length = len(mapping.spell_all(ids)) / len(ids)
         print(f"of the text   {mapping.overlap_in(ids):.1%} have a counterpart; the draft reads {length:.2f} for each")
     return ids, joined
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,12 +7,13 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from outrider.cli.arguments import parse
+from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.handshake import check_tokenizer
@@ -21,45 +22,66 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.logs import setup_logging
-from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.pair import check_pair
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
-from outrider.rpc.settings import Address, ServerSettings, parse_settings
+from outrider.rpc.settings import Address, ModelSettings, NumDraftTokens, ServerSettings
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.target_service.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from outrider.llm.local import LocalDraft, LocalTarget
-
+    from outrider.llm.services import LocalDraft, LocalTarget
 
 log = logging.getLogger(__name__)
 
+# What one process takes of the settings of a service.
+OF_TARGET = ("model", "expand", "trust_remote_code", "batch_invariant", *ModelSettings.model_fields)
+OF_DRAFT = ("model", "quantization", *ModelSettings.model_fields)
 DESCRIPTION = "Serve clients from one process that holds both models: draft and verification take turns."
+NO_DRAFT = "give --draft.model DIR, the folder of the draft's checkpoint"
 STREAMS_BESIDE = 64  # calls beside generation that are always let in
 
 
 class ColocatedSettings(ServerSettings):
-    """What the command line sets, besides what all services are told."""
+    """What the command line sets: of each model what its own service would be told, and how clients are served."""
 
     section: ClassVar[str] = "colocated"
-
-    target: Path = Field(description="folder of the target's checkpoint, and of the tokenizer, or a hub id: ORG/NAME")
-    draft: Path = Field(description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
-    listen: Address = "127.0.0.1:50050"
-    num_draft_tokens: int = Field(4, ge=0, le=MAX_DRAFT_TOKENS, description="tokens drafted a round")
-    threads: int | None = Field(None, ge=1, le=256, description="threads for each model's products (default: torch's)")
-    device: str = Field("cpu", description="where both models run")
-    expand: bool = Field(
-        False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
+    subjects: ClassVar[Mapping[str, str]] = {"listen": "serving", "num_draft_tokens": "speculation and admission"}
+    first: ClassVar[tuple[str, ...]] = (
+        "target.model", "draft.model", "listen", "num_draft_tokens", "target.device", "draft.device", "target.threads",
+        "draft.threads", "max_active", "max_waiting",
+    )  # fmt: skip
+    decided: ClassVar[frozenset[str]] = frozenset(
+        [f"target.{name}" for name in TargetSettings.model_fields.keys() - set(OF_TARGET)]
+        + [f"draft.{name}" for name in DraftSettings.model_fields.keys() - set(OF_DRAFT)]
     )
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "target": ("target.model",),
+        "draft": ("draft.model",),
+        "threads": ("target.threads", "draft.threads"),
+        "device": ("target.device", "draft.device"),
+        "expand": ("target.expand",),
+    }
+
+    listen: Address = "127.0.0.1:50050"
+    num_draft_tokens: NumDraftTokens = 4
     max_active: int = Field(64, ge=1, description="sequences that run at once")
     max_waiting: int = Field(960, ge=0, description="sequences that may wait; more are refused")
+    target: TargetSettings
+    draft: DraftSettings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_models(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        if not (given.get("draft") or {}).get("model"):
+            raise ValueError(NO_DRAFT)
+        return {"target": {}, **given}
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") -> int:
     """Serves until SIGTERM or SIGINT; 2 for settings or models that cannot be served."""
-    settings = parse_settings(ColocatedSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+    settings = parse(ColocatedSettings, argv, prog, DESCRIPTION)
     setup_logging(settings.log_format, "outrider-colocated")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
     from outrider.engine.models.base import UnsupportedModel
@@ -79,11 +101,10 @@ async def _serve(settings: ColocatedSettings) -> None:
     from outrider.engine.worker import set_switch_interval
 
     set_switch_interval()
-    folders = {"target": locate(settings.target), "draft": locate(settings.draft, drafts_by="draft_model")}
-    settings = settings.model_copy(update=folders)
+    settings = located(settings)
     target, draft = await _load(settings)
     try:
-        tokenizer = Tokenizer.load(settings.target)
+        tokenizer = Tokenizer.load(settings.target.model)
         for warning in (check_tokenizer(tokenizer, target.info.model), check_pair(target.info.model, draft.info.model)):
             if warning:
                 log.warning("%s", warning)
@@ -109,28 +130,33 @@ async def _serve(settings: ColocatedSettings) -> None:
             await asyncio.to_thread(peer.stop)
 
 
+def located(settings: ColocatedSettings) -> ColocatedSettings:
+    """With folders in place of hub ids. Raises ValueError without a draft's model, ModelNotFound."""
+    target, draft = settings.target, settings.draft
+    if draft.model is None:
+        raise ValueError(NO_DRAFT)
+    model = locate(target.model)
+    small = locate(draft.model, drafts_by="draft_model")
+    mapped = [model] if has_tokenizer(model, small) else []
+    found = {
+        "target": target.model_copy(update={"model": model}),
+        "draft": draft.model_copy(update={"model": small, "target_tokenizer": mapped}),
+    }
+    return settings.model_copy(update=found)
+
+
 async def _load(settings: ColocatedSettings) -> tuple[LocalTarget, LocalDraft]:
     """Both engines, each on a device thread."""
-    from outrider.draft_service.settings import DraftSettings
-    from outrider.engine.loader import load_model
-    from outrider.llm.local import LocalDraft, LocalTarget
+    from outrider.draft_service.boot import load_draft
+    from outrider.llm.services import LocalDraft, LocalTarget
     from outrider.target_service.boot import load
-    from outrider.target_service.settings import TargetSettings
 
-    common = {"device": settings.device, "threads": settings.threads}
-    of_target = TargetSettings.model_validate({**common, "model": settings.target, "expand": settings.expand})
-    targets = [settings.target] if has_tokenizer(settings.target, settings.draft) else []
-    of_draft = DraftSettings.model_validate({**common, "model": settings.draft, "target_tokenizer": targets})
-    large = await asyncio.to_thread(load, of_target)
-    small = await asyncio.to_thread(load_model, settings.draft, device=settings.device, lone_file=True)
+    large = await asyncio.to_thread(load, settings.target)
+    small = await asyncio.to_thread(load_draft, settings.draft)
     loop = asyncio.get_running_loop()
-    target = LocalTarget(of_target, large, loop)
+    target = LocalTarget(settings.target, large, loop)
     try:
-        return target, LocalDraft(of_draft, small, loop)
+        return target, LocalDraft(settings.draft, small, loop)
     except BaseException:
         target.stop()
         raise
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`outrider convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
+"""`outrider model convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.terminal import fail, parse
+from outrider.cli.arguments import fail, parse
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
@@ -26,7 +26,7 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
 
 
 class ConvertSettings(ServiceSettings):
-    """What is converted, and to where."""
+    """Which folder is converted, and to where."""
 
     section: ClassVar[str] = "convert"
 
@@ -34,10 +34,9 @@ class ConvertSettings(ServiceSettings):
     destination: Path = Field(description="folder to make; also the second bare argument")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider convert") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider model convert") -> int:
     """Converts a folder; 1 if it cannot be."""
-    arguments = sys.argv[1:] if argv is None else argv
-    settings = parse(ConvertSettings, arguments, prog, DESCRIPTION, bare=("source", "destination"))
+    settings = parse(ConvertSettings, argv, prog, DESCRIPTION, bare=("source", "destination"))
     try:
         files = convert(settings.source, settings.destination)
     except (OSError, ValueError) as error:
@@ -87,7 +86,7 @@ def pickles(source: Path) -> list[Path]:
 
 
 def _refuse_loadable(source: Path) -> None:
-    """By the loader's own rule: ValueError where it finds weights, or a name of weights that are not there."""
+    """Raises ValueError where the loader, by its own rule, finds weights, or a name of weights that are not there."""
     from outrider.engine import checkpoint  # torch comes with it: only where needed
     from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 
@@ -126,7 +125,3 @@ def _convert_file(source: Path, destination: Path) -> tuple[list[str], int]:
         raise ValueError(f"cannot convert {source}: {lines[-1]}")
     report = json.loads(done.stdout)
     return report["tensors"], report["bytes"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,65 +2,65 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
+from outrider.cli.arguments import fail, parse
 from outrider.cli.generate import CollectedCompletion
-from outrider.cli.local_services import LOOPBACK, LocalSettings, ServiceFailed, Services, leave_on_signals
-from outrider.cli.serve import ServeSettings, connect, start, starting
-from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
-from outrider.client import SpeculationStats, generate
+from outrider.cli.local_services import LOOPBACK, ServiceFailed, Services, leave_on_signals
+from outrider.cli.local_settings import LocalSettings
+from outrider.cli.serve import connect, start, starting
+from outrider.cli.terminal import Painter, TokenWriter, make_painter, steps
+from outrider.client import Part, SpeculationStats, generate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.proposers.registry import HEADS, MethodNames, check_methods
 from outrider.rpc.errors import OutriderError
-from outrider.target_service.settings import EngineSettings
 
+DESCRIPTION = (
+    "Start a draft (unless a head drafts), a target and a gateway on this machine with the embedded pair of models, "
+    "stream a completion of the prompt (also a bare argument), and compare decoding with and without speculation on a "
+    "target of about 300M parameters that computes the same function. Everything ends with the demo."
+)
 PROMPT = 'def parse_args(argv):\n    """'
+WARM_UP_TOKENS = 8
 
 
-class DemoSettings(LocalSettings, EngineSettings):
+class DemoSettings(LocalSettings):
     """What the demo generates, measures and shows."""
 
     section: ClassVar[str] = "demo"
+    subjects: ClassVar[Mapping[str, str]] = {"prompt": "what is shown"}
+    first: ClassVar[tuple[str, ...]] = (
+        "prompt", "max_tokens", "temperature", "seed", "draft.method", "target.head", "gateway.num_draft_tokens",
+        "target.threads", "expand", "plain",
+    )  # fmt: skip
+    decided: ClassVar[frozenset[str]] = LocalSettings.decided | {"target.model", "target.expand", "draft.model"}
+    gateway_listen: ClassVar[str] = LOOPBACK
 
     prompt: str = Field(PROMPT, min_length=1, description="the text to continue; also the bare argument")
     max_tokens: int = Field(128, ge=1, le=900, description="tokens of the completion")
-    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
-    seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")
-    method: MethodNames = "draft_model"
-    head: Path | None = Field(
-        None,
-        description="folder of a head that drafts beside the target, instead of a draft (--method eagle3: the pair's)",
-    )
-    num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
+    temperature: float = Field(0.0, ge=0, le=100, description="temperature of the sampling; 0 is greedy")
+    seed: int = Field(0, ge=0, description="seed of the sampling, above temperature 0")
     expand: bool = Field(True, description="compare with plain decoding, on a target that is made large")
     compare_tokens: int = Field(64, ge=2, le=900, description="tokens of each completion of the comparison")
     repeats: int = Field(
         3, ge=1, le=100, description="completions of the comparison, with and without speculation each"
     )
-    trace_file: Path = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
+    start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
+    trace_file: Path | None = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
 
-    @field_validator("method")
+    @model_validator(mode="before")
     @classmethod
-    def _check_method(cls, name: str) -> str:
-        if name not in HEADS:
-            check_methods(name, allow_code=False)
-        return name
-
-    def served(self) -> ServeSettings:
-        """The services of the demo."""
-        names = ["pair", "method", "head", "threads", "num_draft_tokens", "trace_file", "start_timeout"]
-        names += [name for name in EngineSettings.model_fields if name in self.model_fields_set]
-        return ServeSettings(listen=LOOPBACK, **{name: getattr(self, name) for name in names})
+    def _trace(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The services write the demo's trace, unless it is told another file."""
+        return {"trace_file": cls.model_fields["trace_file"].default, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def rounds(answer: CollectedCompletion) -> list[str]:
 
 
 def by_method(stats: SpeculationStats) -> list[str]:
-    """The same of each method, where several drafted."""
+    """The acceptance of each method, where several drafted."""
     if len(stats.by_method) < 2:
         return []
     shares = (
@@ -174,17 +174,9 @@ def _line(name: str, value: str) -> str:
     return f"  {name:<17} {value}"
 
 
-DESCRIPTION = (
-    "Start a draft (unless a head drafts), a target and a gateway on this machine with the embedded pair of models, "
-    "stream a completion of the prompt (also a bare argument), and compare decoding with and without speculation on a "
-    "target of about 300M parameters that computes the same function. Everything ends with the demo."
-)
-WARM_UP_TOKENS = 8
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "outrider demo") -> int:
     """Runs the demo; 1 if a service does not start, dies, or refuses the request."""
-    settings = parse(DemoSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, bare=("prompt",))
+    settings = parse(DemoSettings, argv, prog, DESCRIPTION, bare=("prompt",))
     leave_on_signals()
     try:
         run(settings, make_painter(settings.plain))
@@ -205,32 +197,31 @@ def run(settings: DemoSettings, painter: Painter) -> None:
 
 
 def _show(settings: DemoSettings, painter: Painter, services: Services) -> None:
-    served = settings.served()
-    tokenizer = Tokenizer.load(served.target_folder)
-    with starting(painter, served) as advance:
-        running = start(services, served, advance)
+    tokenizer = Tokenizer.load(settings.target.model)
+    with starting(painter, settings) as advance:
+        running = start(services, settings, advance)
     _stream(settings, painter, running.gateway.address, tokenizer)
     if settings.expand:
         with steps(painter, "making the target large: the same function, about 300M parameters", total=2) as advance:
             services.stop(running.gateway, running.target)
-            with large_target(served) as arguments:
+            with large_target(settings) as arguments:
                 large = services.start("target", arguments)
-                running = connect(services, served, running.draft, large, advance)
+                running = connect(services, settings, running.draft, large, advance)
         _compare(settings, painter, running.gateway.address)
 
 
 @contextmanager
-def large_target(served: ServeSettings) -> Iterator[list[str]]:
+def large_target(settings: LocalSettings) -> Iterator[list[str]]:
     """The command line of a target that computes the same function with about 300M parameters, made in memory; for
     vLLM, which reads it from a folder, in one that lasts until it has."""
-    if served.engine != "vllm":
-        yield [*served.target_arguments(), "--expand"]
+    if settings.target.engine != "vllm":
+        yield settings.target_arguments(expand=True)
         return
     from outrider.pairs.expansion import write_expanded
 
     with TemporaryDirectory(prefix="outrider-demo-") as folder:
-        write_expanded(served.target_folder, Path(folder) / "target")
-        yield served.model_copy(update={"target": Path(folder) / "target"}).target_arguments()
+        write_expanded(settings.target.model, Path(folder) / "target")
+        yield settings.target_arguments(model=Path(folder) / "target")
 
 
 def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: Tokenizer) -> None:
@@ -240,17 +231,10 @@ def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: T
     painter.prompt(settings.prompt)
     writer = TokenWriter(painter, tokenizer, settings.prompt)
     answer = CollectedCompletion(0)
-    for part in generate(
-        address,
-        settings.prompt,
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        seed=settings.seed,
-        num_draft_tokens=settings.num_draft_tokens,
-    ):
+    for part in _parts(settings, address, max_tokens=settings.max_tokens):
         answer.add(part)
         writer.write(part)
-    painter.title(f"\nThe embedded pair, {settings.num_draft_tokens} tokens drafted a round")
+    painter.title(f"\nThe embedded pair, {settings.gateway.num_draft_tokens} tokens drafted a round")
     painter.lines(summary(answer))
 
 
@@ -276,21 +260,14 @@ def _compare(settings: DemoSettings, painter: Painter, address: str) -> None:
 
 def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens: int) -> CollectedCompletion:
     """A whole completion of the same length whatever the model says, with caches and memories of its own."""
-    answer = CollectedCompletion(0)
-    for part in generate(
-        address,
-        settings.prompt,
-        max_tokens=max_tokens,
-        temperature=settings.temperature,
-        seed=settings.seed,
-        ignore_eos=True,
-        speculate=speculate,
-        num_draft_tokens=settings.num_draft_tokens,
-        salt=uuid4().hex,
-    ):
+    answer, own = CollectedCompletion(0), {"ignore_eos": True, "salt": uuid4().hex}
+    for part in _parts(settings, address, max_tokens=max_tokens, speculate=speculate, **own):
         answer.add(part)
     return answer
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _parts(settings: DemoSettings, address: str, **more: Any) -> Iterator[Part]:
+    """An answer to the demo's prompt."""
+    common = {"temperature": settings.temperature, "seed": settings.seed}
+    options: dict[str, Any] = {**common, "num_draft_tokens": settings.gateway.num_draft_tokens, **more}
+    return generate(address, settings.prompt, **options)

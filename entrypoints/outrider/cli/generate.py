@@ -4,7 +4,6 @@ SamplingParams' fields by their names, and how to speculate."""
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,24 +12,28 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from outrider.cli.access import AccessSettings
-from outrider.cli.terminal import (
-    TokenWriter,
-    fail,
-    load_tokenizer,
-    make_painter,
-    of_gateway,
-    parse,
-    read_json,
-    split_each,
-    split_ids,
-)
+from outrider.cli.access import GATEWAY, AccessSettings
+from outrider.cli.arguments import fail, load_tokenizer, of_gateway, parse, read_json, split_each, split_ids
+from outrider.cli.terminal import TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.rpc.token_times import TokenTimes
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
+DESCRIPTION = (
+    'Ask a gateway for completions of a prompt, given as a bare argument ("Once upon a time") or by --token-ids. On a '
+    "terminal the colour of the text says how its tokens came about: green for drafted tokens that the target kept, "
+    "yellow where it refused one, cyan for the token after a whole window. Without --tokenizer a round's text has one "
+    "colour, that of its first token."
+)
+SHOWN = (  # of a completion, as JSON
+    "request_id", "index", "text", "token_ids", "origins", "finish_reason", "stop_reason", "usage", "speculation",
+    "seed",
+)  # fmt: skip
+SHORT = {"--json": "--output=json", "--no-json": "--output=text"}
 # What the protocol's unsigned fields hold; whether a value makes sense is the gateway's to say.
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -39,7 +42,7 @@ class RequestSettings(AccessSettings):
     """What both `generate` and `chat` ask of a gateway. What is not given is the model's or the gateway's default; the
     gateway judges the values."""
 
-    gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
+    gateway: str = Field(GATEWAY, description="address of the gateway")
     temperature: float | None = Field(None, description="divides the logits; 0 is greedy (default: the model's)")
     top_p: float | None = Field(None, description="keep the smallest set of tokens with this mass")
     top_k: int | None = Field(None, description="keep the k most probable tokens; 0 and -1: all")
@@ -73,15 +76,8 @@ class RequestSettings(AccessSettings):
 
     def options(self) -> dict[str, Any]:
         """The rest of what every request says, as the client takes it."""
-        return {
-            "num_draft_tokens": self.num_draft_tokens,
-            "mode": self.mode or "",
-            "acceptance": AcceptanceRule[self.acceptance.upper()],
-            "timeout": self.timeout,
-            "priority": self.priority,
-            "salt": self.salt,
-            "adapter": self.adapter,
-        }
+        same = {name: getattr(self, name) for name in ("num_draft_tokens", "timeout", "priority", "salt", "adapter")}
+        return same | {"mode": self.mode or "", "acceptance": AcceptanceRule[self.acceptance.upper()]}
 
 
 class GenerateSettings(RequestSettings):
@@ -129,9 +125,21 @@ class GenerateSettings(RequestSettings):
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
 
     def given(self) -> dict[str, Any]:
-        """The same, with the constraint as SamplingParams has it."""
+        """The sampling parameters that were given, with the constraint as SamplingParams has it."""
         constraint = self.structured_output
         return super().given() | ({} if constraint is None else {"structured_output": StructuredOutput(**constraint)})
+
+    def request(self) -> dict[str, Any]:
+        """All that is said of the request but its prompt as a text, as the client takes it. OSError for files that
+        cannot be read."""
+        same = {name: getattr(self, name) for name in ("token_ids", "n", "method", "request_id", "model")}
+        file = self.prediction_file
+        own = {
+            "media": [image.read_bytes() for image in self.image],
+            "speculate": None if self.speculation else False,
+            "prediction": self.prediction if file is None else file.read_text("utf-8"),
+        }
+        return {**same, **own, **self.access(), **self.options(), **self.given()}
 
     _ids = field_validator("token_ids", "allowed_token_ids", "stop_token_ids", "logprob_token_ids", mode="before")(
         split_ids
@@ -158,7 +166,7 @@ class GenerateSettings(RequestSettings):
 
 @dataclass(slots=True)
 class CollectedCompletion:
-    """One completion. Enumerations are their names in lower case, as JSON shows them."""
+    """One completion, as it comes in parts. Enumerations are their names in lower case, as JSON shows them."""
 
     index: int
     request_id: str = ""
@@ -174,12 +182,10 @@ class CollectedCompletion:
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    first_at: float = 0.0  # when the first tokens came, by the monotonic clock
-    last_at: float = 0.0
-    num_first: int = 0
+    times: TokenTimes = field(default_factory=TokenTimes)  # of responses
 
     def add(self, part: Part) -> None:
-        """Takes what one response adds."""
+        """Adds what one response brings to the completion."""
         self.request_id = part.request_id
         self.text += part.text
         self.reasoning += part.reasoning
@@ -190,7 +196,7 @@ class CollectedCompletion:
         self.prompt_token_ids += part.prompt_token_ids
         self.seed = self.seed if part.seed is None else part.seed
         if part.token_ids:
-            self._clock(len(part.token_ids))
+            self.times.add(time.monotonic(), len(part.token_ids))
         if part.finish_reason is not None:
             self.finish_reason = part.finish_reason.name.lower()
             self.stop_reason, self.usage, self.speculation = part.stop_reason, part.usage, part.speculation
@@ -203,22 +209,13 @@ class CollectedCompletion:
     @property
     def tokens_per_s(self) -> float:
         """The decoding speed: the tokens after the first response by the time after it; 0 where there are none."""
-        seconds = self.last_at - self.first_at
-        return (len(self.token_ids) - self.num_first) / seconds if seconds > 0 else 0.0
+        return 1 / seconds if (seconds := self.times.seconds_per_token) else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """What `outrider generate --json` prints. Log probabilities are there if they were asked for."""
-        shown = {
-            "request_id": self.request_id,
-            "index": self.index,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "origins": self.origins,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
+        shown = {name: getattr(self, name) for name in SHOWN} | {
             "usage": None if self.usage is None else asdict(self.usage),
             "speculation": None if self.speculation is None else self._speculation(self.speculation),
-            "seed": self.seed,
         }
         for name, positions in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if positions:
@@ -233,54 +230,20 @@ class CollectedCompletion:
             "mean_acceptance_length": stats.mean_acceptance_length,
         }
 
-    def _clock(self, num_tokens: int) -> None:
-        self.last_at = time.monotonic()
-        if not self.first_at:
-            self.first_at, self.num_first = self.last_at, num_tokens
-
-
-DESCRIPTION = (
-    'Ask a gateway for completions of a prompt, given as a bare argument ("Once upon a time") or by --token-ids. On a '
-    "terminal the colour of the text says how its tokens came about: green for drafted tokens that the target kept, "
-    "yellow where it refused one, cyan for the token after a whole window. Without --tokenizer a round's text has one "
-    "colour, that of its first token."
-)
-SHORT = {"--json": "--output=json", "--no-json": "--output=text"}
-
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider generate") -> int:
     """Streams the completions; 1 if the gateway refuses the request or cannot be reached."""
-    arguments = sys.argv[1:] if argv is None else argv
-    settings = parse(GenerateSettings, arguments, prog, DESCRIPTION, bare=("prompt",), short=SHORT)
+    settings = parse(GenerateSettings, argv, prog, DESCRIPTION, bare=("prompt",), short=SHORT)
     try:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
+        parts = generate(settings.gateway, settings.prompt, **settings.request())
         if settings.output == "json":
-            _print_json(_request(settings))
+            _print_json(parts)
         else:
-            _print_text(settings, tokenizer, _request(settings))
+            _print_text(settings, tokenizer, parts)
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error, of_gateway(error, settings.gateway))
     return 0
-
-
-def _request(settings: GenerateSettings) -> Iterator[Part]:
-    return generate(
-        settings.gateway,
-        settings.prompt,
-        token_ids=settings.token_ids,
-        media=[file.read_bytes() for file in settings.image],
-        n=settings.n,
-        speculate=None if settings.speculation else False,
-        prediction=settings.prediction
-        if settings.prediction_file is None
-        else settings.prediction_file.read_text("utf-8"),
-        method=settings.method,
-        request_id=settings.request_id,
-        model=settings.model,
-        **settings.access(),
-        **settings.options(),
-        **settings.given(),
-    )
 
 
 def _print_json(parts: Iterator[Part]) -> None:
@@ -319,7 +282,3 @@ def _one_after_another(parts: Iterator[Part]) -> Iterator[Part]:
             if ready[-1].finish_reason is None:
                 break
             current += 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Commit, Credit, Open, TargetEvent
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.boot import limits_of, load, load_head, new_engine, new_runner
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.settings import TargetSettings
@@ -90,7 +90,7 @@ def _rounds(
 
 
 def describe_head(found: HeadAgreement) -> list[str]:
-    """A line each."""
+    """What the head is and what became of its drafts, a line each."""
     head = found.head
     how = "all in one pass" if head.mask is not None else "one after the other"
     lines = [
@@ -103,7 +103,7 @@ def describe_head(found: HeadAgreement) -> list[str]:
         f"read          {found.num_places} places of the text, {NUM_TOKENS} tokens of the target's own at each"
     )
     for name, tally in found.tallies.items():
-        pairs = zip(tally.accepted_per_position, tally.tested_per_position, strict=True)
+        pairs = zip(tally.num_accepted_per_position, tally.num_tested_per_position, strict=True)
         shares = " ".join(f"{accepted / tested:.3f}" for accepted, tested in pairs if tested)
         a_round = found.num_tokens[name] / max(1, tally.num_rounds)
         lines.append(

@@ -18,11 +18,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from pydantic import Field
-
 from outrider.client import Client
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.settings import ServiceSettings
 
 LISTENING = re.compile(r"^\S+ listening on (\S+)$", re.MULTILINE)
 PEERS = re.compile(r"^gateway has (its peers)$", re.MULTILINE)  # it shows so to whoever may not ask it
@@ -170,33 +167,23 @@ class Services:
         self._running = [service for service in self._running if service not in services]
 
 
-def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) -> None:
-    """Returns when the gateway knows a target and a draft; `check` is called while it does not. Raises TimeoutError."""
-    wait_for_peers(address, timeout_s, check, with_draft=True)
-
-
-def wait_for_peers(address: str, timeout_s: float, check: Callable[[], None], with_draft: bool) -> None:
-    """The same; a target is enough where there is no draft."""
-    asyncio.run(_wait(address, time.monotonic() + timeout_s, check, with_draft))
-
-
-async def _wait(address: str, end: float, check: Callable[[], None], with_draft: bool) -> None:
+async def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    """Returns when the gateway has found a target and a draft; `check` is called while it has not. Raises
+    TimeoutError."""
+    end = time.monotonic() + timeout_s
     async with Client(address) as client:
-        while not await has_peers(client, with_draft):
+        while not await _has_draft(client):
             check()
             if time.monotonic() > end:
-                missing = "its draft" if with_draft else "its target"
-                raise TimeoutError(f"the gateway at {address} did not find {missing} in time")
+                raise TimeoutError(f"the gateway at {address} did not find its draft in time")
             await asyncio.sleep(POLL_S)
 
 
-async def has_peers(client: Client, with_draft: bool) -> bool:
-    """Whether the gateway has found its target, and its draft if it has one."""
+async def _has_draft(client: Client) -> bool:
     try:
-        found = await client.info(timeout=ASK_S)
+        return (await client.info(timeout=ASK_S)).draft is not None
     except OutriderError:  # it has no target yet
         return False
-    return found.draft is not None or not with_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +192,6 @@ class Folders:
 
     target: Path
     draft: Path
-
-
-class LocalSettings(ServiceSettings):
-    """What the commands that start services have in common."""
-
-    pair: str = Field("python", description="the embedded pair")
-    plain: bool = Field(False, description="no colours, and no progress bars")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
-    start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
 
 
 def leave_on_signals() -> None:

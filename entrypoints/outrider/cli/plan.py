@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.cli.access import ServicesAccessSettings
-from outrider.cli.terminal import fail, one_line, parse, split_ids
+from outrider.cli.arguments import fail, one_line, parse, split_ids
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
 from outrider.planner.crowd import Machines
 from outrider.planner.policy import Mode, Plan
@@ -41,6 +40,7 @@ DESCRIPTION = (
 )
 PROFILE = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
 SHORT = {"--json": "--output=json", "--no-json": "--output=text"}
+MEASURED = ("target_ms", "draft_ms", "rtt_ms", "acceptance")  # of services that run, where nothing else is given
 AUTO = "auto"
 MOST_SIMULATED = 256  # streams: more only repeat what these show
 
@@ -69,7 +69,7 @@ Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], BeforeValida
 
 
 class PlanSettings(ServicesAccessSettings):
-    """What is planned for."""
+    """The pair of models, the machines and the streams that are planned for."""
 
     section: ClassVar[str] = "plan"
 
@@ -110,9 +110,7 @@ class PlanSettings(ServicesAccessSettings):
             raise ValueError("give --tokenizer, to measure acceptance on --prompt, or --acceptance")
         if self.target is None and (self.peer_ca is not None or self.target_tls_name or self.draft_tls_name):
             raise ValueError("--peer-ca and the names of certificates are for --target and --draft that run; give both")
-        given = {"target_ms": self.target_ms, "draft_ms": self.draft_ms, "rtt_ms": self.rtt_ms}
-        given["acceptance"] = self.acceptance
-        missing = ["--" + name.replace("_", "-") for name, value in given.items() if value is None]
+        missing = ["--" + name.replace("_", "-") for name in MEASURED if getattr(self, name) is None]
         if self.target is None and missing:
             raise ValueError(f"give {', '.join(missing)}, or --target and --draft to measure them")
         if sum(self.corrections) > 1:
@@ -122,7 +120,7 @@ class PlanSettings(ServicesAccessSettings):
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider plan") -> int:
     """Prints the plan; 1 where services cannot be measured, or nothing keeps to what is asked."""
-    settings = parse(PlanSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, short=SHORT)
+    settings = parse(PlanSettings, argv, prog, DESCRIPTION, short=SHORT)
     try:
         if settings.target is not None:
             settings = measured(settings)
@@ -134,11 +132,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider plan") -> int:
 
 
 def measured(settings: PlanSettings) -> PlanSettings:
-    """With what running services say and show, where nothing else was given. Raises OutriderError and ValueError."""
+    """The settings with what running services say and show where nothing else was given. Raises OutriderError and
+    ValueError."""
     import asyncio
 
+    from outrider.cli.arguments import load_tokenizer
     from outrider.cli.plan_measure import measure
-    from outrider.cli.terminal import load_tokenizer
 
     ids: Sequence[int] = (1, 2, 3, 4)  # where acceptance is given, any tokens will do
     if settings.tokenizer is not None:
@@ -148,13 +147,8 @@ def measured(settings: PlanSettings) -> PlanSettings:
     )
     if found.cache_tokens and settings.target_kv_kb and not settings.kv_gb:
         settings = settings.model_copy(update={"kv_gb": found.cache_tokens * settings.target_kv_kb * 1e3 / 1e9})
-    known = {
-        "target_ms": found.target_costs,
-        "draft_ms": found.draft_costs,
-        "rtt_ms": found.round_trip_ms,
-        "acceptance": found.acceptance,
-    }
-    return settings.model_copy(update={name: value for name, value in known.items() if getattr(settings, name) is None})
+    unknown = [name for name in MEASURED if getattr(settings, name) is None]
+    return settings.model_copy(update={name: getattr(found, name) for name in unknown})
 
 
 def make_report(settings: PlanSettings) -> dict[str, Any]:
@@ -200,24 +194,18 @@ def make_report(settings: PlanSettings) -> dict[str, Any]:
 
 def _alone(pair: Pair, seconds: float) -> Iterator[dict[str, Any]]:
     """Each mode's best plan for one stream that has the machines to itself."""
+
+    def row(mode: str, plan: Plan | None, foreseen_ms: float | None, simulated_ms: float | None) -> dict[str, Any]:
+        k = None if plan is None else plan.num_draft_tokens
+        return {"mode": mode, "num_draft_tokens": k, "foreseen_ms": foreseen_ms, "simulated_ms": simulated_ms}
+
     for mode in Mode:
         plan = fastest(pair, (mode,))
-        yield {
-            "mode": mode.value,
-            "num_draft_tokens": plan.num_draft_tokens,
-            "foreseen_ms": ms_per_token(pair, plan, 1, 1),
-            "simulated_ms": simulate(pair, 1, 1, 1, seconds, plan) if seconds else None,
-        }
-    auto_ms = simulate(pair, 1, 1, 1, seconds) if seconds else None
-    yield {"mode": AUTO, "num_draft_tokens": None, "foreseen_ms": None, "simulated_ms": auto_ms}
+        simulated_ms = simulate(pair, 1, 1, 1, seconds, plan) if seconds else None
+        yield row(mode.value, plan, ms_per_token(pair, plan, 1, 1), simulated_ms)
+    yield row(AUTO, None, None, simulate(pair, 1, 1, 1, seconds) if seconds else None)
     plan = fastest_together(pair)
-    foreseen_ms = ms_together(pair, plan, 1)
-    yield {
-        "mode": "colocated",
-        "num_draft_tokens": plan.num_draft_tokens,
-        "foreseen_ms": foreseen_ms,
-        "simulated_ms": None,
-    }
+    yield row("colocated", plan, ms_together(pair, plan, 1), None)
 
 
 def _described(fleet: Fleet, settings: PlanSettings, cache_tokens: float) -> dict[str, Any]:
@@ -253,7 +241,7 @@ def simulate(pair: Pair, streams: int, targets: int, drafts: int, seconds: float
     machines = Machines(pair.target_costs, pair.draft_costs, pair.quality, pair.round_trip_ms / 2e3, targets, drafts)
     crowd = new_crowd(machines)
     modes, k = (tuple(Mode), None) if plan is None else ((plan.mode,), plan.num_draft_tokens)
-    crowd.add(gateway_loop(pair.target_costs, modes, k), streams, spread_s=pair.verify.at(1) / 1e6)
+    crowd.add(gateway_loop(pair.target_costs, modes, k, pair.draft_costs), streams, spread_s=pair.verify.at(1) / 1e6)
     crowd.run(seconds)
     crowd.settle()
     crowd.run(seconds)
@@ -333,7 +321,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for first, *others in lines:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         yield "  ".join(cells).rstrip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

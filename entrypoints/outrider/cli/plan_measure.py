@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
+from outrider.cli.probes import decode
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.planner.sizing import StepCosts
 from outrider.planner.virtual_services import MAX_ROWS
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Open
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.security import ClientTls
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 ANSWER_S = 10.0  # until which both services must have answered
 WINDOW, NUM_TOKENS = 4, 128  # drafted tokens of a round, and tokens that are decoded to measure
@@ -26,11 +25,11 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """What was found out. Costs are microseconds by rows."""
+    """What was found out, by the names of the settings that it stands for. Costs are microseconds by rows."""
 
-    target_costs: StepCosts
-    draft_costs: StepCosts
-    round_trip_ms: float  # to the farther one
+    target_ms: StepCosts
+    draft_ms: StepCosts
+    rtt_ms: float  # to the farther one
     acceptance: float
     cache_tokens: int  # whose keys and values the target holds
 
@@ -58,18 +57,9 @@ async def measure(
         fingerprint = info.model.tokenizer_fingerprint
         rule = AcceptanceRule.COUPLED
         request = Open(0, tuple(prompt_ids), sampling, seed=SEED, acceptance=rule, tokenizer_fingerprint=fingerprint)
-        rounds = await _decode(drafts, targets, request)
+        rounds = [closed async for closed in decode(drafts, targets, request, Policy(WINDOW))]
         trips_us = [replica.round_trip_us for pool in (targets, drafts) for replica in pool.replicas]
     return summarise(rounds, info.step_costs, max(trips_us), info.model.num_blocks * info.model.block_size)
-
-
-async def _decode(drafts: RemoteDrafts, targets: RemoteTargets, request: Open) -> list[Round]:
-    found: list[Round] = []
-    async with aclosing(speculate(drafts, targets, request, Policy(WINDOW))) as rounds:
-        async for item in rounds:
-            if isinstance(item, Round):
-                found.append(item)
-    return found
 
 
 def summarise(
@@ -80,7 +70,7 @@ def summarise(
     for closed in rounds:
         tally.add(closed)
     timed = [closed for closed in rounds[1:] if closed.draft_us and closed.commit.num_drafted]
-    if not timed or not sum(tally.tested_per_position):
+    if not timed or not sum(tally.num_tested_per_position):
         raise ValueError("the draft proposed nothing to measure: give --draft-ms and --acceptance")
     pass_us = sum(closed.draft_us for closed in timed) / sum(closed.commit.num_drafted for closed in timed)
     costs: StepCosts = tuple((rows, float(step_us)) for rows, step_us in step_costs)
@@ -89,9 +79,9 @@ def summarise(
         typical = float(max(1, steps[len(steps) // 2]))
         costs = ((1, typical), (MAX_ROWS, typical))
     return MeasuredPair(
-        target_costs=costs,
-        draft_costs=((1, pass_us), (MAX_ROWS, pass_us)),
-        round_trip_ms=round_trip_us / 1e3,
-        acceptance=min(0.99, sum(tally.accepted_per_position) / sum(tally.tested_per_position)),
+        target_ms=costs,
+        draft_ms=((1, pass_us), (MAX_ROWS, pass_us)),
+        rtt_ms=round_trip_us / 1e3,
+        acceptance=min(0.99, sum(tally.num_accepted_per_position) / sum(tally.num_tested_per_position)),
         cache_tokens=cache_tokens,
     )

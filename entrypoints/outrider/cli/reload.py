@@ -1,20 +1,19 @@
-"""`outrider reload`: has a running draft put other weights in its model's place, and says what they are worth."""
+"""`outrider admin reload`: has a running draft put other weights in its model's place, and says what they are worth."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.deployment import PROMPT, DeploymentAccessSettings, Given, probe_gateway, probe_pair
-from outrider.cli.terminal import fail, load_tokenizer, parse
+from outrider.cli.access import GATEWAY
+from outrider.cli.arguments import fail, parse
+from outrider.cli.probes import Given, ProbeSettings, probe_gateway, probe_pair
 from outrider.gateway.peers.remote import reload_model
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
+from outrider.rpc.messages import ModelInfo
 from outrider.rpc.security import open_channel
 
 DESCRIPTION = (
@@ -22,10 +21,9 @@ DESCRIPTION = (
     "loads them beside its own, streams go on with them, and what cannot be used changes nothing. How much of a known "
     "prompt's drafts is accepted is measured before and after: at a target, or through a gateway."
 )
-GATEWAY = "127.0.0.1:50050"
 
 
-class ReloadSettings(DeploymentAccessSettings):
+class ReloadSettings(ProbeSettings):
     """What is put where, and what is asked before and after."""
 
     section: ClassVar[str] = "reload"
@@ -38,14 +36,9 @@ class ReloadSettings(DeploymentAccessSettings):
         "again)",
     )
     target: str = Field("", description="address of a target service, at which the draft alone is tried")
-    tokenizer: Path | None = Field(None, description="the target's folder, to ask it the prompt (default: a few ids)")
     gateway: str = Field(
         GATEWAY,
         description="address of a gateway before the draft, where no target is given; of several drafts it asks one",
-    )
-    prompt: str = Field(PROMPT, min_length=1, description="the known prompt")
-    num_draft_tokens: int = Field(
-        4, ge=1, le=MAX_DRAFT_TOKENS, description="tokens drafted a round of the known prompt"
     )
     probe_timeout: float = Field(30.0, gt=0, description="seconds until the known prompt is given up")
     timeout: float = Field(
@@ -53,9 +46,9 @@ class ReloadSettings(DeploymentAccessSettings):
     )
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "outrider reload") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "outrider admin reload") -> int:
     """Prints both models and their acceptance; 1 where the draft kept its model."""
-    settings = parse(ReloadSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+    settings = parse(ReloadSettings, argv, prog, DESCRIPTION)
     try:
         asyncio.run(_reload(settings))
     except (OutriderError, OSError, ValueError) as error:
@@ -64,36 +57,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider reload") -> in
 
 
 async def _reload(settings: ReloadSettings) -> None:
-    prompt_ids = _prompt_ids(settings)
-    before = await _acceptance(settings, prompt_ids)
-    async with open_channel(settings.draft, settings.deployment_access().draft) as channel:
+    given = settings.given(settings.probe_timeout)
+    before = await _acceptance(settings, given)
+    async with open_channel(settings.draft, given.access.draft) as channel:
         done = await reload_model(channel, settings.model, settings.timeout)
     print(f"before  {_model(done.before)}: {before}", flush=True)
     went_on = f"{done.num_sequences} open sequence{'' if done.num_sequences == 1 else 's'} went on"
     print(f"loaded in {done.load_ms / 1000:.1f} s; {went_on} after {done.pause_ms} ms", flush=True)
-    print(f"after   {_model(done.after)}: {await _acceptance(settings, prompt_ids)}")
+    print(f"after   {_model(done.after)}: {await _acceptance(settings, given)}")
 
 
-def _prompt_ids(settings: ReloadSettings) -> tuple[int, ...]:
-    if settings.tokenizer is None:
-        return ()
-    return tuple(load_tokenizer(settings.tokenizer, "--tokenizer").encode(settings.prompt))
-
-
-async def _acceptance(settings: ReloadSettings, prompt_ids: tuple[int, ...]) -> str:
-    """Of the known prompt, greedy; or why it is not known."""
-    given = Given(
-        [],
-        [],
-        [],
-        prompt=settings.prompt,
-        num_draft_tokens=settings.num_draft_tokens,
-        timeout_s=settings.probe_timeout,
-        access=settings.deployment_access(),
-    )
+async def _acceptance(settings: ReloadSettings, given: Given) -> str:
+    """How much of the known prompt's drafts is accepted, greedily; or why that is not known."""
     if settings.target:
-        pair = await probe_pair(settings.target, settings.draft, prompt_ids, given)
-        return _share(pair.tally.num_accepted_tokens, pair.tally.num_draft_tokens, pair.problem or pair.lost_draft)
+        pair = await probe_pair(settings.target, settings.draft, given)
+        return _share(pair.num_accepted_tokens, pair.num_draft_tokens, pair.problem or pair.lost_draft)
     asked = await probe_gateway(settings.gateway, given)
     stats = None if asked.drafted is None else asked.drafted.stats
     if stats is None:
@@ -109,7 +87,3 @@ def _share(accepted: int, drafted: int, problem: str = "") -> str:
 
 def _model(model: ModelInfo) -> str:
     return f"{model.name} {model.digest[:12]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,23 +10,25 @@ from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
-from outrider.planner.crowd import Crowd, Door, Driver, Machines, NewDriver
-from outrider.planner.estimates import Acceptance
+from outrider.planner.crowd import Door, Driver, Machines, NewDriver, VirtualFleet
+from outrider.planner.estimates import Acceptance, StepTime
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import Limits, Mode, Policy
+from outrider.planner.policy import Mode, Policy, PolicyLimits
 from outrider.planner.simulate import Clock
+from outrider.planner.virtual_services import TargetStream
 from outrider.rpc.messages import Open
-from outrider.target_service.goodput import BatchingDelay, Goodput, GoodputRequest
+from outrider.target_service.cohort import CohortHold
+from outrider.target_service.goodput import Goodput, GoodputRequest
 
 USUAL_WINDOW, MOST_DRAFTED = 4, 8  # as a gateway starts by default
 
 
 class StepChoices:
-    """The target's own."""
+    """Which windows a step verifies, as a target chooses."""
 
     def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
         self._goodput = Goodput([(rows, round(step_us)) for rows, step_us in costs])
-        self._delay = BatchingDelay()
+        self._delay = CohortHold()
 
     def cut(self, windows: Sequence[tuple[Acceptance, int]], max_rows: int) -> list[int]:
         """How many of its drafted tokens each sequence verifies. A sequence's first window is whole."""
@@ -41,33 +43,38 @@ class StepChoices:
         return [request.num_sure + count for request, count in zip(requests, chosen, strict=True)]
 
     def verified(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
-        """A window was verified."""
+        """Learns from a window that was verified."""
         self._goodput.add_verified(acceptance, num_drafted, num_accepted)
 
-    def hold(self, dues: Sequence[float], now: float) -> float:
+    def hold(self, ready: Sequence[TargetStream], missing: Sequence[TargetStream], now: float) -> float:
         """How long a step that could run now still waits for streams due later, in seconds."""
-        return self._delay.hold(dues, now)
+        return self._delay.hold(ready, missing, self._goodput.time, now)
 
     def stepped(self, num_rows: int, seconds: float, pause_s: float) -> None:
-        """A step ran, so long after the one before."""
-        self._delay.add_step(seconds, chunked=False)
+        """Learns from a step that ran, so long after the one before."""
+        self._delay.stepped()
         self._goodput.add_step(num_rows, 1e6 * seconds, 1e6 * pause_s)
 
 
-def new_crowd(machines: Machines) -> Crowd:
+def new_crowd(machines: Machines) -> VirtualFleet:
     """Virtual machines whose targets choose as real ones do."""
-    return Crowd(machines, StepChoices)
+    return VirtualFleet(machines, StepChoices)
 
 
 def gateway_loop(
-    costs: Sequence[tuple[int, float]], modes: Iterable[Mode] = Mode, num_draft_tokens: int | None = None
+    costs: Sequence[tuple[int, float]],
+    modes: Iterable[Mode] = Mode,
+    num_draft_tokens: int | None = None,
+    draft_costs: Sequence[tuple[int, float]] = (),
+    known: tuple[SharedStats, SharedTrials] | None = None,
 ) -> NewDriver:
     """What one gateway's streams share, for a request that names these modes (all of them: `auto`) and, where it says
-    so, a number of drafted tokens. `costs` are what the target says of its steps."""
-    stats, trials = SharedStats(VerifyCosts(costs)), SharedTrials()
+    so, a number of drafted tokens. `costs` are what the target says of its steps; `known` is what requests of this kind
+    have learned, if any did."""
+    stats, trials = known or (SharedStats(VerifyCosts(costs), StepTime(draft_costs)), SharedTrials())
     base = Policy(USUAL_WINDOW if num_draft_tokens is None else num_draft_tokens)
     most = MOST_DRAFTED if num_draft_tokens is None else num_draft_tokens
-    limits = Limits(base, most, fixed=num_draft_tokens is not None, modes=tuple(modes))
+    limits = PolicyLimits(base, most, fixed=num_draft_tokens is not None, modes=tuple(modes))
 
     def new_driver(drafter: Door, verifier: Door, request: Open, clock: Clock, running: Callable[[], int]) -> Driver:
         controller = Controller(limits, stats, trials, lambda: drafter.round_trip_us, running)

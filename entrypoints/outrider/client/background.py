@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Background(Generic[T]):
         self._aborts: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name="outrider-client", daemon=True)
 
-    def items(self) -> Iterator[T]:
+    def items(self) -> Generator[T, None, None]:
         """Yields what the call yields, and raises what it raises. Closing the iterator aborts the call."""
         self._thread.start()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -20,6 +20,7 @@ from outrider.rpc.channel import connect, connect_blocking
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.retry_budget import RetryBudget
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.words.request import GenerationRequest
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -95,7 +96,7 @@ class Client(_Gateways):
 
     async def generate(
         self,
-        prompt: str | None = None,
+        prompt: str | GenerationRequest | None = None,
         *,
         timeout: float | None = None,
         traceparent: str = "",
@@ -160,8 +161,13 @@ class SyncClient(_Gateways):
                 return decode_info(answer)
 
     def generate(
-        self, prompt: str | None = None, *, timeout: float | None = None, traceparent: str = "", **options: Any
-    ) -> Iterator[Part]:
+        self,
+        prompt: str | GenerationRequest | None = None,
+        *,
+        timeout: float | None = None,
+        traceparent: str = "",
+        **options: Any,
+    ) -> Generator[Part, None, None]:
         """Yields the parts of all completions as they come, over as many streams as it takes; options as for
         `build_request`. Closing the iterator ends the request."""
         request = build_request(prompt, **options)
@@ -198,7 +204,7 @@ class SyncClient(_Gateways):
 
 def generate(
     address: str | Sequence[str],
-    prompt: str | None = None,
+    prompt: str | GenerationRequest | None = None,
     *,
     timeout: float | None = None,
     traceparent: str = "",
@@ -207,7 +213,7 @@ def generate(
     server_name: str = "",
     token: str = "",
     **options: Any,
-) -> Iterator[Part]:
+) -> Generator[Part, None, None]:
     """One request of a SyncClient of its own: one connection a call."""
     request = build_request(prompt, **options)
 

@@ -18,7 +18,7 @@ import grpc
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic.dataclasses import dataclass
 
-from outrider.gateway.request import SPECULATION_MODES
+from outrider.gateway.prepare import SPECULATION_MODES
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.structured_outputs import COMPILERS, ONE_COMPILER
 from outrider.llm.validation import (
@@ -37,7 +37,8 @@ from outrider.llm.validation import (
     require_known,
 )
 from outrider.rpc.hub import embedded, is_hub_id, locate
-from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 
 EMBEDS = "models generate; they do not embed, score or classify"
 NO_WORKERS = "there are no workers: the engines are in this process"
@@ -61,7 +62,7 @@ FIXED: Fixed = {
     "hf_overrides": ((None, {}), "the checkpoint's config.json holds"),
     "hf_config_path": ((None,), "the checkpoint's config.json holds"),
     "config_format": (("auto", "hf"), "checkpoints are in Hugging Face's layout"),
-    "load_format": (("auto", "safetensors"), "weights are safetensors; `outrider convert` makes them"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors; `outrider model convert` makes them"),
     "model_impl": (("auto",), "the engine chooses"),
     "swap_space": ((None, 0, 4), "what is preempted is computed again, never swapped"),
     "cpu_offload_gb": ((0,), "the whole model is on one device"),
@@ -157,7 +158,7 @@ FlagOrDefault = Annotated[Flag, OrDefault]
 @plain_errors("LLM")
 @dataclass(frozen=True, slots=True, config=CONFIG)
 class EngineArguments:
-    """What acts."""
+    """The keywords of `LLM(...)` that act."""
 
     model: Folder = None
     gateway: str | None = None
@@ -265,7 +266,7 @@ def _from_cli_args(cls: Any, args: Namespace) -> Any:
 
 
 # vLLM's class of this name: the keywords of LLM, which judges them.
-EngineArgs = make_dataclass(
+EngineArgs: Any = make_dataclass(
     "EngineArgs",
     [
         *((entry.name, Any, field(default=entry.default, repr=entry.repr)) for entry in fields(EngineArguments)),
@@ -303,18 +304,11 @@ def take_speculation(options: dict[str, Any]) -> SpeculativeConfig | Mapping[str
 
 # Methods of vLLM's LLM that this one has not.
 NOT_THERE = {
-    "encode": EMBEDS,
-    "embed": EMBEDS,
-    "classify": EMBEDS,
-    "score": EMBEDS,
-    "reward": EMBEDS,
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), EMBEDS),
     "beam_search": "it is no sampling, which is what speculation is exact for",
-    "collective_rpc": NO_WORKERS,
-    "apply_model": NO_WORKERS,
-    "sleep": "close() frees the memory",
-    "wake_up": "close() frees the memory",
-    "start_profile": PROFILE,
-    "stop_profile": PROFILE,
+    **dict.fromkeys(("collective_rpc", "apply_model"), NO_WORKERS),
+    **dict.fromkeys(("sleep", "wake_up"), "close() frees the memory"),
+    **dict.fromkeys(("start_profile", "stop_profile"), PROFILE),
 }
 
 ABSENT: tuple[Any, ...] = (None, False, "", (), [], {})

@@ -11,13 +11,12 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
-from outrider.client import Client, Part, SpeculationStats
+from outrider.client import Client
 from outrider.gateway.media import MediaLimits, load_media
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, TokenUsage
-from outrider.gateway.text.reasoning import ReasoningOptions
+from outrider.gateway.request_record import RequestRecord, Watch
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
@@ -26,9 +25,10 @@ from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
 from outrider.llm.validation import Unsupported, is_int, require_known
-from outrider.planner.policy import MethodTally, SpeculationTally
 from outrider.rpc.media import MAX_MEDIA_BYTES, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import DRAFT_OPTIONS, GenerationRequest, MediaSource, SpeculationOptions
 
 
 class Backend(Protocol):
@@ -76,9 +76,14 @@ class Backend(Protocol):
 class Job:
     """One prompt of a call."""
 
-    request: GenerationRequest
+    record: RequestRecord
     builder: OutputBuilder
     lora: LoRARequest | None = None
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What is asked of the backend."""
+        return self.record.request
 
 
 async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics, put: Callable[[Job], None]) -> None:
@@ -96,11 +101,11 @@ async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics
 
 
 async def _run(backend: Backend, job: Job, statistics: Statistics, put: Callable[[Job], None]) -> None:
-    watch = statistics.watch()
-    async with aclosing(backend.generate(job.request, job.lora)) as deltas:
-        async for delta in deltas:
-            watch.add(delta)
-            job.builder.add(delta)
+    with Watch(job.record, [statistics]) as watch:
+        async with aclosing(backend.generate(job.request, job.lora)) as deltas:
+            async for delta in deltas:
+                watch.add(delta)
+                job.builder.add(delta)
     put(job)
 
 
@@ -192,23 +197,11 @@ class LoopThread:
 INFO_S = 10.0
 MAX_CALLS = 64  # at once; a gateway refuses what it cannot queue
 # Keywords that this process decides; all others are the services' own.
-OWN = (
-    "gateway",
-    "credentials",
-    "server_name",
-    "token",
-    "tokenizer",
-    "seed",
-    "max_logprobs",
-    "logprobs_mode",
-    "disable_log_stats",
-    "generation_config",
-    "override_generation_config",
-    "per_request_spec_decode_metrics",
-    "acceptance",
-    "mode",
-    "enable_lora",  # adapters need no leave here: the gateway has them or not
-)
+OWN = (  # enable_lora: adapters need no leave here, the gateway has them or not
+    "gateway", "credentials", "server_name", "token", "tokenizer", "seed", "max_logprobs", "logprobs_mode",
+    "disable_log_stats", "generation_config", "override_generation_config", "per_request_spec_decode_metrics",
+    "acceptance", "mode", "enable_lora",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,33 +229,12 @@ class AttachedBackend:
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of a request; where an adapter's files are its targets know. Called on the loop."""
         request = self._bounded(request)
-        media = await load_media(request.media, MediaLimits(MAX_MEDIA_BYTES, MOST_PIXELS)) if request.media else ()
-        parts = self.client.generate(
-            request.text,
-            token_ids=request.token_ids,
-            messages=request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            sampling=request.sampling,
-            n=request.n,
-            prediction=request.prediction,
-            speculate=request.speculation.enabled,
-            num_draft_tokens=request.speculation.num_draft_tokens,
-            method=request.speculation.method,
-            methods=request.speculation.methods,
-            acceptance=request.speculation.acceptance,
-            mode=request.speculation.mode,
-            draft_confidence=request.speculation.draft_confidence,
-            request_id=request.request_id,
-            priority=request.priority,
-            salt=request.salt,
-            model=request.model,
-            adapter=request.adapter,
-            media=[one.data for one in media],
-            **_reasoning_of(request),
-        )
-        async with self._room, aclosing(parts):
-            async for part in parts:
-                yield _delta_of(part)
+        if request.media:  # URLs and files are this process's
+            media = await load_media(request.media, MediaLimits(MAX_MEDIA_BYTES, MOST_PIXELS))
+            request = replace(request, media=tuple(MediaSource(one.data) for one in media))
+        async with self._room, aclosing(self.client.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def cache_usage(self) -> float | None:
         """The target's own business."""
@@ -283,6 +255,7 @@ class AttachedBackend:
         sampling, ids = request.sampling, request.token_ids
         if sampling is None:
             return request
+        request = replace(request, unset=())  # its values are this process's, and sent
         if ids is None and request.text is not None and self.tokenizer is not None:
             ids = tuple(self.tokenizer.encode(request.text))
         if ids is not None:
@@ -331,65 +304,10 @@ def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mo
     if k is not None and not (is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS):
         raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k!r:.100}")
     rule = acceptance_of(given.pop("rejection_sample_method", None))
-    confidence = given.pop("draft_confidence", 0.0)
+    to_draft = {name: given.pop(name) for name in DRAFT_OPTIONS if name in given}
     if given:
         raise Unsupported(
             f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method, "
-            "num_speculative_tokens, draft_confidence and rejection_sample_method"
+            f"num_speculative_tokens, {', '.join(DRAFT_OPTIONS)} and rejection_sample_method"
         )
-    return SpeculationOptions(
-        method=method, acceptance=rule, num_draft_tokens=k, mode=mode, draft_confidence=confidence
-    )
-
-
-def _reasoning_of(request: GenerationRequest) -> dict[str, Any]:
-    options = request.reasoning or ReasoningOptions()
-    return {
-        "split_reasoning": options.splits,
-        "max_reasoning_tokens": options.max_tokens,
-        "reasoning_effort": options.effort,
-    }
-
-
-def _delta_of(part: Part) -> GenerationDelta:
-    stop: dict[str, Any] = {}
-    if isinstance(part.stop_reason, str):
-        stop["stop_string"] = part.stop_reason
-    elif part.stop_reason is not None:
-        stop["stop_token_id"] = part.stop_reason
-    usage = part.usage
-    return GenerationDelta(
-        part.request_id,
-        part.index,
-        text=part.text,
-        token_ids=part.token_ids,
-        origins=part.origins,
-        logprobs=part.logprobs,
-        finish_reason=part.finish_reason,
-        usage=None if usage is None else TokenUsage(**asdict(usage)),
-        tally=None if part.speculation is None else _tally_of(part.speculation),
-        seed=part.seed,
-        model_digest=part.model_digest,
-        near_ties=part.near_ties,
-        reasoning=part.reasoning,
-        prompt_token_ids=part.prompt_token_ids,
-        prompt_logprobs=part.prompt_logprobs,
-        **stop,
-    )
-
-
-def _tally_of(stats: SpeculationStats) -> SpeculationTally:
-    return SpeculationTally(
-        num_rounds=stats.num_rounds,
-        num_drafts=stats.num_drafts,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        num_forced_tokens=stats.num_forced_tokens,
-        num_accepted_forced_tokens=stats.num_accepted_forced_tokens,
-        accepted_per_position=list(stats.num_accepted_per_position),
-        tested_per_position=list(stats.num_tested_per_position),
-        method=stats.method,
-        by_method={method: MethodTally(**asdict(did)) for method, did in stats.by_method.items()},
-        mode=stats.mode,
-        rounds_by_mode=dict(stats.num_rounds_by_mode),
-    )
+    return SpeculationOptions(method=method, acceptance=rule, num_draft_tokens=k, mode=mode, **to_draft)

@@ -3,11 +3,10 @@ others are."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from outrider.engine.token_tree import TokenTree
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.llm.validation import (
     CONFIG,
+    Fixed,
     Integer,
     Number,
     Only,
@@ -40,11 +40,11 @@ from outrider.proposers.registry import (
     list_problem,
     method_of,
     needs_model,
-    split_methods,
 )
 from outrider.rpc.hub import embedded, is_hub_id, locate
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.words.request import DRAFT_OPTIONS, DraftOptions, Range, split_methods
+from outrider.rpc.words.sampling_params import AcceptanceRule
 
 
 class VllmMethod(NamedTuple):
@@ -74,6 +74,38 @@ KNOWN = (*METHODS, *HEADS, CUSTOM_CLASS, *MISSING)
 NGRAM_NAMES = ("ngram", "[ngram]")
 NO_K = "num_speculative_tokens is needed: how many tokens to draft in a round"
 INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in (*METHODS.values(), *HEADS.values()))
+
+# Fields of vLLM's that must have one of these values, and why no other.
+FOLDERS = "models are folders: give the folder of that revision"
+LOSSY = "lossy acceptance is not offered"
+MADE_UP = "acceptance is never made up"
+ONE_BACKEND = "there is one backend"
+REFUSED: Fixed = {
+    "draft_lm_head_quantization": ((None,), "drafts are computed in float32 or bfloat16"),
+    "revision": ((None,), FOLDERS),
+    "code_revision": ((None,), FOLDERS),
+    "use_local_argmax_reduction": ((False,), "it is for tensor parallel drafts"),
+    "synthetic_acceptance_rates": ((None,), MADE_UP),
+    "synthetic_acceptance_length": ((None,), MADE_UP),
+    "enable_adaptive_verification": ((False,), "it is not there yet"),
+    "fly_window_size": ((None,), LOSSY),
+    "fly_entropy_threshold": ((None,), LOSSY),
+    "fly_entropy_top_k": ((None,), LOSSY),
+    "draft_load_config": ((None,), "checkpoints are read as safetensors"),
+    "moe_backend": ((None,), ONE_BACKEND),
+    "attention_backend": ((None,), ONE_BACKEND),
+    "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype"),
+    "dspark_draft_topk": ((None,), "dspark is not there"),
+    "xpress_topc": ((None,), "xpress is not there"),
+    "index_share_for_mtp_iteration": ((None,), "no attention here shares an index"),
+}
+RULES = {None: AcceptanceRule.AUTO, "standard": AcceptanceRule.AUTO, "block": AcceptanceRule.BLOCK}
+# They are keywords like all others, so that what is meant can be said before it is refused.
+RefusedFields: Any = make_dataclass(
+    "RefusedFields",
+    [(name, Any, field(default=values[0], repr=False)) for name, (values, _) in REFUSED.items()],
+    kw_only=True,
+)
 
 
 def named_method(method: object) -> str | None:
@@ -149,9 +181,6 @@ def _model(value: object) -> object:
     return value
 
 
-RULES = {None: AcceptanceRule.AUTO, "standard": AcceptanceRule.AUTO, "block": AcceptanceRule.BLOCK}
-
-
 def acceptance_of(rejection_sample_method: object) -> AcceptanceRule:
     """The rule that vLLM's name asks for. Raises Unsupported."""
     if not isinstance(rejection_sample_method, str | None) or rejection_sample_method not in RULES:
@@ -159,9 +188,22 @@ def acceptance_of(rejection_sample_method: object) -> AcceptanceRule:
     return RULES[rejection_sample_method]
 
 
+def _in_range(bounds: Range) -> Any:
+    low, high = bounds
+    return Annotated[Number, Field(ge=low, le=high, description=f"a number in [{low}, {high}]")]
+
+
+# What a request says to its draft is said here for all requests.
+_ForDrafts: Any = make_dataclass(
+    "_ForDrafts",
+    [(name, _in_range(bounds), getattr(DraftOptions(), name)) for name, bounds in DRAFT_OPTIONS.items()],
+    kw_only=True,
+)
+
+
 @plain_errors("speculative_config")
 @dataclass(config=CONFIG)
-class SpeculativeConfig:
+class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # whose fields are made of tables
     """How to draft; vLLM's names. It says what is meant; `require_supported` says what is there. What is refused
     there in any case is taken here as it is."""
 
@@ -181,11 +223,7 @@ class SpeculativeConfig:
     disable_padded_drafter_batch: bool = False
     draft_sample_method: Annotated[str | None, one_of(("greedy", "probabilistic"))] = None  # None: probabilistic, which
     # accepts more; vLLM's default is greedy
-    draft_confidence: Annotated[Number, Field(ge=0, le=1, description="a number in [0, 1]")] = 0.0
     quantization: Annotated[Any, Only(None, "int8", why="a draft's weights are as they are, or rounded to int8")] = None
-    draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
-    revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
-    code_revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
     speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = None
     suffix_decoding_max_tree_depth: Annotated[Integer, integer(1)] = 24
     suffix_decoding_max_cached_requests: Annotated[Integer, integer(0)] = 10000
@@ -196,35 +234,13 @@ class SpeculativeConfig:
     suffix_store_minutes: Annotated[Number, Field(gt=0, description="a number above 0")] = 5.0
     parallel_drafting: bool = False  # method draft_model then is pard, of a draft that was trained for it
     use_heterogeneous_vocab: bool | None = False  # tokenizers that differ are mapped in any case
-    use_local_argmax_reduction: Annotated[Any, Only(False, why="it is for tensor parallel drafts")] = False
     rejection_sample_method: Annotated[
         str | None,
         one_of(("standard", "synthetic", "block", "fly")),
         Only(None, "standard", "block", why="the others are lossy; allowed: standard, block"),
     ] = None
-    synthetic_acceptance_rates: Annotated[
-        list[Number] | None,
-        Field(description="num_speculative_tokens rates in [0, 1] that never rise"),
-        Only(None, why="acceptance is never made up"),
-    ] = None
-    synthetic_acceptance_length: Annotated[
-        Number | None,
-        Field(description="1 to num_speculative_tokens + 1"),
-        Only(None, why="acceptance is never made up"),
-    ] = None
-    enable_adaptive_verification: Annotated[Any, Only(False, why="it is not there yet")] = False
-    fly_window_size: Annotated[Integer | None, integer(1), Only(None, why="lossy acceptance is not offered")] = None
-    fly_entropy_threshold: Annotated[Any, Only(None, why="lossy acceptance is not offered")] = None
-    fly_entropy_top_k: Annotated[Integer | None, integer(1), Only(None, why="lossy acceptance is not offered")] = None
-    draft_load_config: Annotated[Any, Only(None, why="checkpoints are read as safetensors")] = None
-    moe_backend: Annotated[Any, Only(None, why="there is one backend")] = None
-    attention_backend: Annotated[Any, Only(None, why="there is one backend")] = None
-    kv_cache_dtype: Annotated[Any, Only(None, "auto", why="the cache has the model's dtype")] = None
     disable_eagle_block_drop: bool = False
     disable_lookahead_block_hashes: bool = False
-    dspark_draft_topk: Annotated[Any, Only(None, why="dspark is not there")] = None
-    xpress_topc: Annotated[Any, Only(None, why="xpress is not there")] = None
-    index_share_for_mtp_iteration: Annotated[Any, Only(None, why="no attention here shares an index")] = None
     schedule: BatchSchedule = field(init=False, repr=False)  # k by the number of running requests
     is_method_given: bool = field(init=False, repr=False)  # else it follows from the model
 
@@ -295,7 +311,7 @@ class SpeculativeConfig:
         """Raises Unsupported for what this version cannot do, by name."""
         for name in self.methods:
             require_method(name)
-        require_fixed(fixed_fields(type(self)), vars(self), "speculative_config[{!r}]")
+        require_fixed(REFUSED | fixed_fields(type(self)), vars(self), "speculative_config[{!r}]")
         if self.draft_tensor_parallel_size not in (None, 1):
             raise ValueError("draft_tensor_parallel_size must be 1 or the target's, 1")
         if self.is_method_given:
@@ -384,26 +400,9 @@ class SpeculativeConfig:
 
     def _check_together(self) -> None:
         """Fields that need or exclude one another. Raises ValueError."""
-        k = self.num_speculative_tokens
         if self.tree is not None and self.rejection_sample_method == "block":
             raise ValueError("rejection_sample_method='block' is for chains; speculative_token_tree is a tree")
-        if self.use_heterogeneous_vocab:
-            if not self.drafts_by_model:
-                raise ValueError("use_heterogeneous_vocab is for draft models")
-            if self.use_local_argmax_reduction:
-                raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")
+        if self.use_heterogeneous_vocab and not self.drafts_by_model:
+            raise ValueError("use_heterogeneous_vocab is for draft models")
         if self.quantization is not None and not self.drafts_by_model:
             raise ValueError(f"quantization={self.quantization!r:.100} is for draft models")
-        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
-        if self.rejection_sample_method == "synthetic" and (rates is None) == (length is None):
-            raise ValueError(
-                "synthetic acceptance needs one of synthetic_acceptance_rates and synthetic_acceptance_length"
-            )
-        if rates is not None:  # unconditional: of all drafts, how many get so far
-            falls = all(later <= earlier for earlier, later in itertools.pairwise(rates))
-            if (k is not None and len(rates) != k) or not falls or not all(0 <= rate <= 1 for rate in rates):
-                raise must_be(self, "synthetic_acceptance_rates", rates)
-        if length is not None and k is not None and not 1 <= length <= k + 1:
-            raise must_be(self, "synthetic_acceptance_length", length)
-        if self.fly_window_size is not None and k is not None and self.fly_window_size >= k:
-            raise ValueError(f"fly_window_size must be less than num_speculative_tokens, got {self.fly_window_size}")

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from outrider.engine.adapters.config import MOST_RANK
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported
+from outrider.target_service.engines import has_engine
 
 OURS, VLLM = "outrider", "vllm"
 INSTALL = "install outrider[vllm]"
@@ -39,8 +40,8 @@ def sees(config: Mapping[str, Any]) -> bool:
 
 
 def has_vllm() -> bool:
-    """Whether it is installed, in either of its builds."""
-    return find_spec("vllm") is not None
+    """Whether it is installed, in either of its builds, and the wheel that drives it."""
+    return has_engine(VLLM) and find_spec("vllm") is not None
 
 
 def choose_engine(arguments: EngineArguments, reason: str, has_vllm: bool) -> str:

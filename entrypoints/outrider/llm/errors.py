@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.gateway.field_names import renamed
 from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError
+from outrider.rpc.words.request import DRAFT_OPTIONS
 
 NAMES = {
     "token_ids.ids": "prompt", "prompt_ids": "prompt", "text": "prompt", "input": "prompt", "chat": "messages",
@@ -13,7 +14,7 @@ NAMES = {
     "media": "multi_modal_data",
     "speculation.acceptance": "acceptance", "speculation.mode": "mode",
     "speculation.num_draft_tokens": "speculative_config['num_speculative_tokens']",
-    "speculation.draft_confidence": "speculative_config['draft_confidence']",
+    **{f"speculation.{name}": f"speculative_config[{name!r}]" for name in DRAFT_OPTIONS},
     "speculation.methods": "speculative_config['method']", "speculation.method": "speculative_config['method']",
 }  # fmt: skip
 

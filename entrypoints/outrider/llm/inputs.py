@@ -11,11 +11,11 @@ from typing import Any, NotRequired, TypedDict
 
 from tokenizers import Tokenizer as Backend
 
-from outrider.gateway.media import MediaSource
 from outrider.gateway.text.chat_template import ChatTemplate, ContinuedTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.pictures import parts_of, pictures_of
 from outrider.llm.validation import Fixed, is_int, require_fixed, require_known
+from outrider.rpc.words.request import MediaSource
 
 BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
 ALLOWED = ("prompt", "prompt_token_ids", "cache_salt", "prediction", "multi_modal_data")
@@ -65,7 +65,7 @@ class Prompt:
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many."""
+    """The prompts of what is one prompt or many."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
-from outrider.gateway.request import GenerationRequest
-from outrider.gateway.request_times import RequestTimes
+from outrider.gateway.request_record import RequestRecord
 from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import ARGUMENTS, EMBEDS, NOT_THERE, EngineArguments, take_speculation
@@ -41,7 +40,8 @@ from outrider.llm.sampling_params import (
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.messages import ModelInfo
-from outrider.rpc.sampling_params import RECOMMENDED
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import RECOMMENDED
 
 
 def default_params(arguments: EngineArguments, info: ModelInfo) -> SamplingParams:
@@ -103,7 +103,7 @@ class JobMaker:
             token_ids=prompt.token_ids,
             sampling=seeded(sampling, arguments.seed, number),
             reasoning=reasoning_options(params),
-            max_tokens_given=False,  # as in vLLM a completion ends where the context does
+            unset=("max_tokens",),  # as in vLLM a completion ends where the context does
             speculation=replace(
                 backend.speculation,
                 acceptance=arguments.acceptance_for(params.seed, backend.speculation.acceptance, backend.can_couple),
@@ -117,9 +117,10 @@ class JobMaker:
             adapter="" if lora is None else lora.name,
         )
         recorder = self._recorder(prompt)
-        times = None if arguments.disable_log_stats else RequestTimes()
-        builder = OutputBuilder(str(number), prompt, params, backend.tokenizer, recorder, lora, times)
-        return Job(request, builder, lora)
+        record = RequestRecord(request)
+        shown = None if arguments.disable_log_stats else record
+        builder = OutputBuilder(str(number), prompt, params, backend.tokenizer, recorder, lora, shown)
+        return Job(record, builder, lora)
 
     def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
         """With its ids, where they are made here: the order of requests then waits for no tokenizer. A prompt that is
@@ -249,12 +250,10 @@ class LLM:
             sampling_params = with_guided(default, guided_options_request)
         if prompt_token_ids is not None:
             warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
-            return self._generate(
-                with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority, lora_request
-            )
-        if prompts is None:
+        elif prompts is None:
             raise ValueError("prompts are needed")
-        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
+        parsed = parse_prompts(prompts) if prompt_token_ids is None else with_ids(prompts, prompt_token_ids)
+        return self._run(self._maker.make(parsed, sampling_params, priority, lora_request), use_tqdm)
 
     @keywords_of("LLM.chat")
     def chat(
@@ -274,7 +273,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The same for conversations: one list of messages, or several."""
+        """The outputs of conversations, as `generate` gives those of prompts: one list of messages, or several."""
         return self._run(self._chat_jobs(locals()), use_tqdm)
 
     @keywords_of("LLM.enqueue")
@@ -310,7 +309,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """The same for conversations."""
+        """Keeps conversations as `enqueue` keeps prompts; their request ids."""
         return self._kept(self._chat_jobs(locals()))
 
     def wait_for_completion(
@@ -363,18 +362,8 @@ class LLM:
         statistics = Statistics(arguments.served_model_name or str(arguments.model), k, arguments.max_num_seqs)
         return start_local(self._runtime, arguments, speculation, k, lambda: statistics.num_running), statistics
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
-        priority: int | Sequence[int] | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-    ) -> list[RequestOutput]:
-        return self._run(self._maker.make(prompts, sampling_params, priority, lora_request), use_tqdm)
-
     def _chat_jobs(self, given: Mapping[str, Any]) -> list[Job]:
-        """Of the arguments of `chat`."""
+        """The jobs of the arguments of `chat`."""
         require_fixed(ARGUMENTS, given, "{}")
         if given["chat_template_content_format"] not in ("auto", "string", "openai"):
             raise Unsupported("chat_template_content_format: the template says it; allowed: auto, string, openai")

@@ -10,14 +10,18 @@ from collections import Counter as Tally
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.gateway.request import GenerationDelta
-from outrider.gateway.spec_decode_metrics import add_drafts
+from outrider.gateway.request_record import RequestObserver, RequestRecord, add_stats
 from outrider.llm.outputs import finish_name
-from outrider.planner.policy import SpeculationTally
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
 
 log = logging.getLogger(__name__)
 
+Labels = dict[str, str]
 INTERVAL_S = 10.0
+FIRST_TOKEN, INTER_TOKEN = "time_to_first_token_seconds", "inter_token_latency_seconds"
+PER_TOKEN, WHOLE = "request_time_per_output_token_seconds", "e2e_request_latency_seconds"
+TIMES = (FIRST_TOKEN, INTER_TOKEN, PER_TOKEN, WHOLE)
+BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
 
 class SpeculationLog:
@@ -27,9 +31,9 @@ class SpeculationLog:
         self._clock = clock
         self._reset()
 
-    def add(self, tally: SpeculationTally) -> None:
+    def add(self, stats: SpeculationStats) -> None:
         """One completion has ended."""
-        add_drafts(self._counts, tally)
+        add_stats(self._counts, stats)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
             self._say(seconds)
@@ -37,7 +41,7 @@ class SpeculationLog:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._counts = SpeculationTally()
+        self._counts = SpeculationStats()
 
     def _say(self, seconds: float) -> None:
         counts = self._counts
@@ -52,16 +56,9 @@ class SpeculationLog:
             counts.num_draft_tokens / seconds,
             counts.num_accepted_tokens,
             counts.num_draft_tokens,
-            ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.accepted_per_position),
+            ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.num_accepted_per_position),
             100 * counts.num_accepted_tokens / counts.num_draft_tokens,
         )
-
-
-Labels = dict[str, str]
-FIRST_TOKEN, INTER_TOKEN = "time_to_first_token_seconds", "inter_token_latency_seconds"
-PER_TOKEN, WHOLE = "request_time_per_output_token_seconds", "e2e_request_latency_seconds"
-TIMES = (FIRST_TOKEN, INTER_TOKEN, PER_TOKEN, WHOLE)
-BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 
 
 @dataclass
@@ -115,25 +112,25 @@ class Samples:
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One measurement."""
+        """Adds one measurement."""
         self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self.total += seconds
 
     def histogram(self, name: str, labels: Labels) -> Histogram:
-        """Buckets are cumulative."""
+        """The buckets, which are cumulative."""
         bounds = [*map(str, BUCKETS), "+Inf"]
         sums = [sum(self.counts[: index + 1]) for index in range(len(bounds))]
         return Histogram(name, labels, sums[-1], self.total, dict(zip(bounds, sums, strict=True)))
 
 
-class Statistics:
+class Statistics(RequestObserver):
     """What the requests of one LLM came to. Written on the loop's thread, read from any."""
 
     def __init__(self, model_name: str, num_speculative_tokens: int, max_running: int) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._k, self._max_running = num_speculative_tokens, max_running
         self._sums: Tally[str] = Tally()
-        self._drafts = SpeculationTally(accepted_per_position=[0] * num_speculative_tokens)
+        self._drafts = SpeculationStats(num_accepted_per_position=(0,) * num_speculative_tokens)
         self._finished: Tally[str] = Tally({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.times = {name: Samples() for name in TIMES}
         self._log = SpeculationLog()
@@ -144,12 +141,20 @@ class Statistics:
         """Completions that are under way, of those submitted."""
         return min(self.num_unfinished, self._max_running)
 
-    def watch(self) -> RequestWatch:
-        """Follows one request from now on."""
-        return RequestWatch(self)
+    def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
+        """Counts what one commit gave."""
+        times = record.times_of(delta.index)
+        if delta.token_ids and times.is_first:
+            self.times[FIRST_TOKEN].add(times.first - record.arrived)
+        elif delta.token_ids:
+            self.times[INTER_TOKEN].add(times.gap_s)
+        if delta.finish_reason is not None:
+            self.times[WHOLE].add(time.monotonic() - record.arrived)
+            if times.num_tokens > 1:
+                self.times[PER_TOKEN].add((times.last - times.first) / (times.num_tokens - 1))
+            self._add_end(delta)
 
-    def add_end(self, delta: GenerationDelta) -> None:
-        """A completion's last delta."""
+    def _add_end(self, delta: GenerationDelta) -> None:
         self.num_unfinished -= 1
         if delta.finish_reason is None or delta.usage is None:
             return
@@ -158,9 +163,9 @@ class Statistics:
         self._sums["prompt_tokens"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_queries"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_hits"] += delta.usage.cached_tokens
-        if delta.tally is not None:
-            add_drafts(self._drafts, delta.tally)
-            self._log.add(delta.tally)
+        if delta.speculation is not None:
+            add_stats(self._drafts, delta.speculation)
+            self._log.add(delta.speculation)
 
     def snapshot(self, cache_usage: float | None) -> list[Metric]:
         """All metrics of this moment."""
@@ -181,31 +186,6 @@ class Statistics:
         if self._k:
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
                 out.append(Counter(f"vllm:spec_decode_{name}", labels, getattr(self._drafts, name)))
-            positions = list(self._drafts.accepted_per_position)
+            positions = list(self._drafts.num_accepted_per_position)
             out.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, positions))
         return out
-
-
-class RequestWatch:
-    """Times one request's completions."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        self._statistics, self._began = statistics, time.monotonic()
-        self._seen: dict[int, tuple[float, float, int]] = {}  # by completion: first and last delivery, tokens
-
-    def add(self, delta: GenerationDelta) -> None:
-        """What one commit gave. Several tokens at once are one delivery."""
-        now, times = time.monotonic(), self._statistics.times
-        if delta.token_ids:
-            first, last, count = self._seen.get(delta.index, (now, now, 0))
-            if count:
-                times[INTER_TOKEN].add(now - last)
-            else:
-                times[FIRST_TOKEN].add(now - self._began)
-            self._seen[delta.index] = first, now, count + len(delta.token_ids)
-        if delta.finish_reason is not None:
-            times[WHOLE].add(now - self._began)
-            first, last, count = self._seen.get(delta.index, (now, now, 0))
-            if count > 1:
-                times[PER_TOKEN].add((last - first) / (count - 1))
-            self._statistics.add_end(delta)

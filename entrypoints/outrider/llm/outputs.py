@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.request import GenerationDelta
-from outrider.gateway.request_times import RequestTimes
+from outrider.gateway.request_record import RequestRecord
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.inputs import Prompt
 from outrider.llm.logprobs import FlatLogprobs, Logprob
 from outrider.llm.lora.request import LoRARequest
 from outrider.llm.sampling_params import SamplingParams
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, PositionLogprobs
+from outrider.rpc.words.sampling_params import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,12 +58,12 @@ class RequestStateStats:
     is_corrupted: bool = False
 
     @classmethod
-    def of(cls, times: RequestTimes) -> RequestStateStats:
-        """As far as they have come."""
-        latency = max(0.0, times.first_token - times.arrived)
-        arrival = time.time() - (time.monotonic() - times.arrived)
-        moments = times.arrived, times.scheduled, times.first_token, times.last_token
-        return cls(times.num_tokens, arrival, *moments, latency)
+    def of(cls, record: RequestRecord) -> RequestStateStats:
+        """Of a request, as far as it has come."""
+        latency = max(0.0, record.first_token - record.arrived)
+        arrival = time.time() - (time.monotonic() - record.arrived)
+        moments = record.arrived, record.scheduled, record.first_token, record.last_token
+        return cls(record.num_tokens, arrival, *moments, latency)
 
 
 @dataclass
@@ -100,10 +99,10 @@ class OutputBuilder:
         tokenizer: Tokenizer | None,
         steps: SpecDecodeRecorder | None = None,
         lora: LoRARequest | None = None,
-        times: RequestTimes | None = None,
+        record: RequestRecord | None = None,
     ) -> None:
         self._new_logprobs: type[Any] = FlatLogprobs if params.flat_logprobs else list
-        self._params, self._tokenizer, self._steps, self._times = params, tokenizer, steps, times
+        self._params, self._tokenizer, self._steps, self._record = params, tokenizer, steps, record
         self._wants_logprobs = params.logprobs is not None
         self._of_prompt: list[PositionLogprobs] = []
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
@@ -117,7 +116,7 @@ class OutputBuilder:
                 completion.logprobs, completion.cumulative_logprob = self._new_logprobs(), 0.0
 
     def add(self, delta: GenerationDelta) -> None:
-        """One commit's part of one completion."""
+        """Takes one commit's part of one completion, which is in the record already."""
         output, completion = self.output, self.output.outputs[delta.index]
         if delta.prompt_token_ids and delta.index == 0:
             output.prompt_token_ids = list(delta.prompt_token_ids)
@@ -133,14 +132,13 @@ class OutputBuilder:
             self._add_logprobs(completion, delta.logprobs)
         if delta.finish_reason is not None:
             completion.finish_reason = finish_name(delta.finish_reason)
-            completion.stop_reason = delta.stop_token_id if delta.stop_string is None else delta.stop_string
+            completion.stop_reason = delta.stop_reason
         if self._steps is not None:
             completion.spec_decode_metrics = self._steps.add(delta)
         if delta.usage is not None:
             output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.usage.cached_tokens)
-        if self._times is not None:
-            self._times.add(delta)
-            output.metrics = RequestStateStats.of(self._times) if delta.finish_reason is not None else output.metrics
+        if self._record is not None and delta.finish_reason is not None:
+            output.metrics = RequestStateStats.of(self._record)
         output.finished = all(one.finished() for one in output.outputs)
         if output.finished and (listed := self._params.scored_ids):
             output.prompt_token_id_logprobs = scores(self._of_prompt[self._params.prompt_logprob_start + 1 :], listed)
@@ -168,5 +166,5 @@ def scores(rows: Sequence[PositionLogprobs], listed: Sequence[Sequence[int]]) ->
 
 
 def finish_name(reason: FinishReason) -> str:
-    """vLLM's word."""
+    """The name that vLLM has for it."""
     return reason.name.lower()

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from outrider.gateway.media import MediaSource
-from outrider.gateway.text.chat import PICTURE
 from outrider.llm.validation import Unsupported
+from outrider.rpc.words.request import PICTURE, MediaSource
 
 ALLOWED = "a PIL.Image, an array [height, width, 3] of uint8, or a list of these"
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # that a PNG file keeps as they are
@@ -18,7 +17,7 @@ IMAGE_PIL = "image_pil"
 
 
 def pictures_of(data: Any) -> tuple[MediaSource, ...]:
-    """Of a prompt's `multi_modal_data`."""
+    """The pictures of a prompt's `multi_modal_data`."""
     if data is None:
         return ()
     if not isinstance(data, Mapping):

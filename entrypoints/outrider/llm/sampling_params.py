@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 from pydantic.dataclasses import dataclass
 
-from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.llm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams, of_guided_options
 from outrider.llm.validation import (
     CONFIG,
@@ -29,8 +28,10 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.rpc.sampling_params import ALL_LOGPROBS, LogprobsMode
-from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import LogprobsMode
+from outrider.rpc.words.sampling_params import SamplingParams as WireSampling
 
 __all__ = ["GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]  # vLLM's, here
 

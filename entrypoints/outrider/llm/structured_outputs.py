@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from pydantic.dataclasses import dataclass
 
 from outrider.llm.validation import CONFIG, Fixed, Flag, OrDefault, plain_errors, require_fixed, require_known
-from outrider.rpc.structured import StructuredOutput
+from outrider.rpc.words.structured import StructuredOutput
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 COMPILER = "x-guidance"  # where a schema tells llguidance how JSON is written
@@ -73,7 +73,7 @@ class StructuredOutputsParams:
         return False
 
     def constraint(self) -> StructuredOutput:
-        """The project's own form."""
+        """The constraint in the project's own form."""
         if self.json is not None:
             return StructuredOutput(json_schema=self._written(_schema_of(self.json)))
         if self.json_object and self._style:
@@ -90,7 +90,7 @@ class StructuredOutputsParams:
 
     @property
     def _style(self) -> dict[str, Any]:
-        """In the compiler's words."""
+        """The constraint in the compiler's words."""
         style: dict[str, Any] = {}
         if self.disable_any_whitespace:
             style["whitespace_flexible"] = False
@@ -121,7 +121,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> GuidedDecodingParams | None:
-        """None where nothing constrains."""
+        """The constraint in the project's own form; None where nothing constrains."""
         return None if all(given.get(name) is None for name in KINDS) else cls(**given)
 
 

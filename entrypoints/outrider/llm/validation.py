@@ -19,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+CONFIG = ConfigDict(extra="forbid")
 Fixed = dict[str, tuple[tuple[Any, ...], str]]  # keywords that must have one of these values, and why no other
 
 
@@ -72,9 +73,6 @@ def keywords_of(of: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
-
-
-CONFIG = ConfigDict(extra="forbid")
 
 
 def plain_errors(of: str) -> Callable[[type[T]], type[T]]:

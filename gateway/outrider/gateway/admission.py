@@ -19,6 +19,14 @@ from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 MAX_REQUEST_BYTES = 4 << 20  # of one message or body
 SLOW_REQUEST_BYTES = 64 << 10  # of one whose fields may take tens of milliseconds: not on the event loop
 MOST_STALLS = 5  # of an answer that is held back for its client, in times that this may read nothing
+WAYS_OUT = (
+    "For more: a token (tokens) or salt (cache_salt) a user, or more caller_share, max_waiting, max_admitted_tokens"
+)
+_NAMES = {  # of what bounds it
+    "sequences": "max_active and max_waiting together",
+    "tokens": "max_admitted_tokens",
+    "bytes": "of media, a multiple of max_media_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +177,7 @@ class Admission:
         return within or not self._running.num_sequences
 
     def _let_in(self) -> None:
-        """As many of those that wait as there is room for."""
+        """Lets as many of those that wait in as there is room for."""
         while self._queue.num_waiting and self._running.num_sequences < self._max_active:
             ticket = self._queue.first(self._clock(), self._has_enough)
             turn, work = ticket.item
@@ -184,8 +192,9 @@ class Admission:
                 return
 
     def _check(self, what: str, wanted: int, mine: int, asked: int, limit: int) -> None:
-        """Of sequences, tokens or bytes: with this request there would be `wanted`, of its caller `mine`. Who has none
-        yet may have all that is left, others their share of what is not other callers'."""
+        """Refuses what goes beyond a bound on sequences, tokens or bytes: with this request there would be `wanted`, of
+        its caller `mine`. Who has none yet may have all that is left, others their share of what is not other
+        callers'."""
         most = int(self._share * (limit - wanted + mine))
         if wanted > limit:
             reason, missing = f"TOO_MANY_{what.upper()}", wanted - limit
@@ -200,16 +209,6 @@ class Admission:
         wait_ms = self._departures.wait_ms(*waits_for, self._clock())
         message = f"with this request {problem} {what} running and waiting; allowed: at most {allowed}"
         raise ResourceExhausted(message, reason=reason, retry_after_ms=wait_ms)
-
-
-WAYS_OUT = (
-    "For more: a token (tokens) or salt (cache_salt) a user, or more caller_share, max_waiting, max_admitted_tokens"
-)
-_NAMES = {  # of what bounds it
-    "sequences": "max_active and max_waiting together",
-    "tokens": "max_admitted_tokens",
-    "bytes": "of media, a multiple of max_media_bytes",
-}
 
 
 def _too_large(field: str, problem: str, allowed: str) -> InvalidArgument:

@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
 from outrider.rpc.interceptors import HEALTH, host_of
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.private_files import warn_if_open
 from outrider.rpc.security import Watched
+from outrider.rpc.words.request import GenerationRequest
 
 # What no token is asked for: an orchestrator's probes have none.
 OPEN_SERVICES = (HEALTH,)
@@ -39,6 +39,9 @@ AUTHORIZATION, SCHEME = "authorization", "bearer"
 MIN_TOKEN_CHARS = 16
 
 Token = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", min_length=MIN_TOKEN_CHARS, max_length=1024)]
+# Whose request is served; None where no token is asked for.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,6 @@ class Caller:
         return replace(request, salt=hashlib.sha256(joined).hexdigest())
 
 
-CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Whose request is served; None where no token is asked for."""
-
-
 def caller_of(context: Any) -> str:
     """Whose share of the calls one takes: its credential's, else its host's."""
     caller = CALLER.get()
@@ -80,7 +79,6 @@ class _Entry(BaseModel):
     salt: str | None = Field(None, min_length=1, max_length=MAX_NAME_CHARS)
 
 
-_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _FILE = TypeAdapter(Annotated[dict[_Name, _Entry], Field(min_length=1)], config=ConfigDict(hide_input_in_errors=True))
 
 
@@ -91,7 +89,7 @@ class Tokens:
         self._callers = Watched([path], lambda: _read(path))
 
     def caller_of(self, authorization: str) -> Caller:
-        """By the header's value. Unauthenticated for none, and for a token that is nobody's."""
+        """Whose token the header's value is. Unauthenticated for none, and for a token that is nobody's."""
         scheme, _, token = authorization.strip().partition(" ")
         if scheme.lower() != SCHEME or not token.strip():
             raise Unauthenticated("no token; give one as the header authorization: Bearer TOKEN", reason="NO_TOKEN")

@@ -6,18 +6,19 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
-from outrider.gateway.learning import Learned, limits_of
+from outrider.gateway.learning import Learned, RequestKind, are_apart, draft_costs_of, limits_of
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.prediction import PREDICTION, predictor
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
-from outrider.gateway.request_log import RequestLog, log_refusal
+from outrider.gateway.prepare import Prepared, Served, least_tokens, no_such_model, num_long_chars, prepare
+from outrider.gateway.request_log import RequestLog
+from outrider.gateway.request_record import RequestObserver, RequestRecord, Watch
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
@@ -27,15 +28,21 @@ from outrider.gateway.text.chat import MAX_RENDERED, in_turn
 from outrider.gateway.text.reasoning import AUTO, find_markers
 from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_TOKENISED, Tokenizer, in_thread
 from outrider.gateway.text.tools.use import AnswerText
-from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
-from outrider.planner.forecast import VerifyCosts
+from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
+from outrider.planner.forecast import Forecast, SharedStats, VerifyCosts
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
-from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
-from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
-from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
+from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, to_failure
+from outrider.rpc.words.answer import GenerationDelta, Usage
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, FinishReason
+
+MEDIA_AT_ONCE = 16  # times what one request's pictures may have are held of all
+_EXPIRED = "the request's time ran out"
+_TRACER = "outrider.gateway"
 
 
 @dataclass(slots=True)
@@ -43,12 +50,11 @@ class RequestRun:
     """What the completions of one request share."""
 
     prepared: Prepared
-    tokenizer: Tokenizer
     drafter: Drafter | None
     verifier: Verifier
     policy: Policy
     timeout_ms: int
-    trace: RequestTrace | None  # where nobody records, nothing is built
+    watch: Watch
     eos_token_ids: tuple[int, ...]
     most_drafted: Callable[[], int] | None  # by the target itself, at present
     on_draft_stop: Callable[[str], None]
@@ -73,7 +79,7 @@ class Completion:
         self._run, self._index = run, index
         self._output_ids = prepared.output_ids(index)
         self._text = text
-        self._tally = SpeculationTally()
+        self._tally = SpeculationTally(acceptance=prepared.acceptance)
         self._method = ""  # the one that drafts; empty: not known yet, or several do
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
         if self._predicted is not None:
@@ -91,7 +97,7 @@ class Completion:
         rounds = speculate(
             run.drafter,
             run.verifier,
-            prepared.open(self._index, run.timeout_ms, "" if run.trace is None else run.trace.traceparent),
+            prepared.open(self._index, run.timeout_ms, run.watch.record.traceparent),
             run.policy,
             examines_text=bool(prepared.sampling.stop),
             at_target=prepared.at_target,
@@ -101,6 +107,7 @@ class Completion:
             on_draft_stop=run.on_draft_stop,
             controller=run.new_controller(),
             retries=run.retries,
+            on_piece=self._note_piece,
         )
         async with aclosing(rounds):
             async for item in rounds:
@@ -110,22 +117,23 @@ class Completion:
                 if item.commit.num_drafted and not item.drafted_by:
                     item.drafted_by = self._drafted_by(item)
                 delta = await in_thread(self._text.num_held > LONG_TEXT, self._delta_of, item)
-                if run.trace is not None:
-                    run.trace.add_round(item, self._index)
                 yield delta
                 if delta.finish_reason is not None:
                     return
+
+    def _note_piece(self, piece: DraftTokens) -> None:
+        self._run.watch.drafted(self._index, piece)
 
     def _finished_before(self) -> GenerationDelta | None:
         """The finish of a completion that the client has whole, when another one of the request is resumed."""
         ids, sampling = self._output_ids, self._run.prepared.sampling
         if self._text.finished:
             resumed = self._text.resumed
-            return self._delta(finish_reason=resumed.finish_reason, stop_string=resumed.stop_string)
+            return self._delta(finish_reason=resumed.finish_reason, stop_reason=resumed.stop_string)
         last = ids[-1] if len(ids) > sampling.min_tokens else None
         if last in sampling.stop_token_ids or (last in self._run.eos_token_ids and not sampling.ignore_eos):
             reason = self._text.push((), FinishReason.STOP).finish_reason
-            return self._delta(finish_reason=reason, stop_token_id=last if last in sampling.stop_token_ids else None)
+            return self._delta(finish_reason=reason, stop_reason=last if last in sampling.stop_token_ids else None)
         if len(ids) >= sampling.max_tokens:
             return self._delta(finish_reason=FinishReason.LENGTH)
         return None
@@ -156,8 +164,7 @@ class Completion:
             origins=commit.origins[: cut.num_ids],
             logprobs=commit.logprobs[: cut.num_ids],
             finish_reason=cut.finish_reason,
-            stop_string=cut.stop_string,
-            stop_token_id=cut.stop_token_id,
+            stop_reason=cut.stop_token_id if cut.stop_string is None else cut.stop_string,
             tool_calls=cut.tool_calls,
             round=closed,
             near_ties=closed.near_ties,
@@ -175,9 +182,8 @@ class Completion:
         return self._marked(
             replace(
                 delta,
-                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached, *predicted, self._num_reasoning),
-                tally=self._tally,
-                acceptance=self._run.prepared.acceptance,
+                usage=Usage(prompt_len, self._num_returned, self._num_cached, *predicted, self._num_reasoning),
+                speculation=self._tally,
             )
         )
 
@@ -189,11 +195,6 @@ class Completion:
         prepared = self._run.prepared
         prompt_ids = prepared.prompt_ids
         return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)
-
-
-MEDIA_AT_ONCE = 16  # times what one request's pictures may have are held of all
-_EXPIRED = "the request's time ran out"
-_TRACER = "outrider.gateway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +244,11 @@ class GenerationEngine:
         self._texts = Admission(MAX_TOKENISED, sys.maxsize, share=0.5)
         self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
+        self._new_observers: list[Callable[[], RequestObserver]] = []  # one of each for every request
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
-        self._num_running = 0  # sequences
+        self.num_running = 0  # sequences
         self._retries = Retries(self.config.max_active)
-        self._known: Learned | None = None  # of the last pair
+        self.learned: Learned | None = None  # of the last pair
 
     @property
     def model_name(self) -> str:
@@ -265,45 +267,65 @@ class GenerationEngine:
 
     @property
     def media_types(self) -> tuple[str, ...]:
-        """Of the pictures that requests may have; none where the target, or this gateway, takes none."""
+        """The types of the pictures that requests may have; none where the target, or this gateway, takes none."""
         takes = self.config.media.max_bytes and MEDIA in self.verifier.info.capabilities
         return MEDIA_TYPES if takes else ()
 
     @property
     def num_draft_tokens(self) -> int:
-        """Of a round, where a request does not say; 0 where nothing drafts."""
+        """Tokens drafted a round, where a request does not say; 0 where nothing drafts."""
         return self.config.num_draft_tokens if self.drafter is not None or self.verifier.info.methods else 0
 
+    def watch_with(self, new_observer: Callable[[], RequestObserver]) -> None:
+        """Has every request from now on observed, each by an observer of its own."""
+        self._new_observers.append(new_observer)
+
+    def round_trip_us(self) -> float:
+        """The measured round trip to the draft; 0 without one."""
+        return 0.0 if self.drafter is None else self.drafter.round_trip_us
+
+    def forecast(self, stats: SharedStats) -> Forecast:
+        """What each way to draft would cost a token now, by what was measured."""
+        return Forecast(stats, False, stats.acceptance, stats.hits, self.round_trip_us, lambda: self.num_running)
+
     async def generate(
-        self, request: GenerationRequest, gate: AdmissionGate | None = None
+        self, request: GenerationRequest, gate: AdmissionGate | None = None, observers: Sequence[RequestObserver] = ()
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
-        every sequence at once; what is not asked for is not generated far ahead. It waits at `gate`, or by itself."""
+        every sequence at once; what is not asked for is not generated far ahead. It waits at `gate`, or by itself.
+        `observers` see it beside those that see all requests."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        deadline = None if request.timeout_s is None else began + request.timeout_s
-        try:
+        deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
+        root = self._new_trace(request)
+        with Watch(RequestRecord(request), [*self._observers_of(root), *observers]) as watch:
             prepared = await self._admit(request, gate or self.admission, deadline)
-        except (OutriderError, asyncio.CancelledError) as error:
-            self._tell_refusal(request, error, loop.time() - began)
-            raise
-        left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
-        try:
-            if prepared.model_digest != self.verifier.info.digest_of(request.adapter):  # another one is served since
-                prepared = await self._prepare(request)
-            async with aclosing(self._run(prepared, deadline)) as deltas:
-                async for delta in deltas:
-                    if delta.finish_reason is not None:
-                        left -= of_completion
-                        self.admission.leave(of_completion)
-                    yield delta
-        except InvalidArgument as error:
-            raise error if prepared.tools is None else prepared.tools.named(error) from error
-        finally:
-            self.admission.leave(left)
+            left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
+            try:
+                prepared = await self._of_served_model(prepared)
+                texts = await self._texts_of(prepared)
+                watch.began(prepared)
+                run = self._new_run(prepared, watch, _ms_until(deadline), root is not None and root.recording)
+                async with aclosing(self._run(run, texts, deadline)) as deltas:
+                    async for delta in deltas:
+                        watch.add(delta)
+                        if delta.finish_reason is not None:
+                            left -= of_completion
+                            self.admission.leave(of_completion)
+                        yield delta
+            except InvalidArgument as error:
+                raise error if prepared.tools is None else prepared.tools.named(error) from error
+            finally:
+                self.admission.leave(left)
+
+    def _observers_of(self, root: RequestTrace | None) -> list[RequestObserver]:
+        """Makes the observers of the next request. The trace comes first: the others name it."""
+        observers: list[RequestObserver] = [] if root is None else [root]
+        if self.config.log_requests != "off":
+            observers.append(RequestLog(self.model_name, self.config.log_requests == "prompts"))
+        return observers + [new_observer() for new_observer in self._new_observers]
 
     async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
-        least = request.least_tokens(self.verifier.info.model.max_model_len)
+        least = least_tokens(request, self.verifier.info.model.max_model_len)
         least = least if least <= self._max_admitted_tokens() else 0  # what is always too much is told with all else
         self.admission.require_room(AdmissionCost(1, least, request.account))  # before anything is spent on it
         if request.model not in ("", self.model_name):
@@ -315,15 +337,6 @@ class GenerationEngine:
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
         return prepared
-
-    def _tell_refusal(self, request: GenerationRequest, error: BaseException, waited_s: float) -> None:
-        """To the log and the traces, where they tell of requests."""
-        tracer, wanted, name = self._recording_tracer(), self.config.log_requests, self.model_name
-        traceparent = ""
-        if tracer is not None:
-            traceparent = trace_refusal(tracer, request, name, self.config.trust_traceparent, error, waited_s)
-        if wanted != "off":
-            log_refusal(request, name, traceparent, error, waited_s, wanted == "prompts")
 
     @asynccontextmanager
     async def template_turn(self, account: str, num_messages: int) -> AsyncIterator[None]:
@@ -352,66 +365,62 @@ class GenerationEngine:
 
     async def _prepare(self, request: GenerationRequest) -> Prepared:
         if request.messages is None:
-            async with self.text_turn(request.account, request.num_long_chars):
+            async with self.text_turn(request.account, num_long_chars(request)):
                 return await self._prepared(request)
         async with self.template_turn(request.account, len(request.messages)):
             return await self._prepared(request)
 
+    async def _of_served_model(self, prepared: Prepared) -> Prepared:
+        """The request, prepared again where another model is served since."""
+        if prepared.model_digest == self.verifier.info.digest_of(prepared.request.adapter):
+            return prepared
+        return await self._prepare(prepared.request)
+
     async def _prepared(self, request: GenerationRequest) -> Prepared:
-        return await prepare(
-            request,
+        config = self.config
+        served = Served(
             self.tokenizer,
             self.verifier.info,
             None if self.drafter is None else self.drafter.info,
             self.num_draft_tokens,
-            self.config.mode,
-            self.config.max_logprobs,
+            config.mode,
+            config.max_logprobs,
             self._markers,
-            self.config.media,
+            config.media,
         )
+        return await prepare(request, served)
 
-    async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
-        loop, texts = asyncio.get_running_loop(), await self._texts_of(prepared)
-        root = self._new_trace(prepared)
-        run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
-        wanted = self.config.log_requests
-        line = None if wanted == "off" else RequestLog(prepared, self.model_name, root, wanted == "prompts")
-        observers = [one for one in (root, line) if one is not None]
-        timer = None if deadline is None else loop.call_at(deadline, _expire, run)
-        error: BaseException | None = None
-        self._num_running += prepared.request.n
-        self._retries.num_sequences += prepared.request.n
+    async def _run(
+        self, run: RequestRun, texts: list[AnswerText], deadline: float | None
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, _expire, run)
+        num_sequences = run.prepared.request.n
+        self.num_running += num_sequences
+        self._retries.num_sequences += num_sequences
         try:
             merged = merge([Completion(run, index, text).deltas() for index, text in enumerate(texts)])
             async with aclosing(merged):
                 async for delta in merged:
-                    for observer in observers:
-                        observer.add_delta(delta)
                     yield delta
-        except BaseException as raised:
-            error = raised
-            raise
         finally:
-            self._num_running -= prepared.request.n
+            self.num_running -= num_sequences
             if timer is not None:
                 timer.cancel()
-            for observer in observers:
-                observer.end(error)
 
     async def _texts_of(self, prepared: Prepared) -> list[AnswerText]:
-        """Of all completions, with what the client has of them; beside the event loop where that is long."""
+        """The texts of all completions, with what the client has of them; made beside the event loop where that is
+        long."""
         num_ids = sum(map(len, prepared.request.output_ids))
         is_long = num_ids > LONG_TEXT
         async with self.text_turn(prepared.request.account, num_ids if is_long else 0):
             return await in_thread(is_long, prepared.text_streams, self.tokenizer)
 
-    def _new_trace(self, prepared: Prepared) -> RequestTrace | None:
+    def _new_trace(self, request: GenerationRequest) -> RequestTrace | None:
         """None where nothing is recorded here, and no client's trace is to be passed on."""
         tracer, trusts = self._recording_tracer(), self.config.trust_traceparent
-        if tracer is None and not (trusts and prepared.request.traceparent):
+        if tracer is None and not (trusts and request.traceparent):
             return None
-        tracer = tracer or trace.get_tracer(_TRACER)
-        return RequestTrace(tracer, prepared, self.model_name, trusts, self.config.trace_rounds)
+        return RequestTrace(tracer or trace.get_tracer(_TRACER), self.model_name, trusts, self.config.trace_rounds)
 
     def _recording_tracer(self) -> trace.Tracer | None:
         """None where nothing is recorded here."""
@@ -419,24 +428,22 @@ class GenerationEngine:
             return None
         return self._tracer or trace.get_tracer(_TRACER)
 
-    def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
+    def _new_run(self, prepared: Prepared, watch: Watch, timeout_ms: int, recorded: bool) -> RequestRun:
         drafter = self._drafter_for(prepared)
         k = prepared.num_draft_tokens if drafter is not None or prepared.at_target else 0
         room_s, away_s = self.config.room_wait_s, self.config.away_wait_s
         policy = Policy(k, self._patience_ms(), room_s=room_s, away_s=away_s)
-        recorded = root is not None and root.recording
         schedule = self.config.schedule
         return RequestRun(
             prepared=prepared,
-            tokenizer=self.tokenizer,
             drafter=drafter,
             verifier=self.verifier,
             policy=policy,
             new_controller=lambda: self._new_controller(prepared, policy, recorded) if k else None,
             timeout_ms=timeout_ms,
-            trace=root,
+            watch=watch,
             eos_token_ids=self.verifier.info.model.eos_token_ids,
-            most_drafted=None if schedule is None else lambda: schedule.num_draft_tokens(self._num_running),
+            most_drafted=None if schedule is None else lambda: schedule.num_draft_tokens(self.num_running),
             on_draft_stop=self._draft_warnings.warn,
             retries=self._retries,
         )
@@ -457,13 +464,13 @@ class GenerationEngine:
         if limits is None:
             return None
         draft = None if self.drafter is None else self.drafter.info
-        known = self._known.pair if self._known is not None else ("", "")
+        known = self.learned.pair if self.learned is not None else ("", "")
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
-        if self._known is None or known != pair:
-            self._known = Learned(pair, VerifyCosts(info.step_costs))
-        adapter = prepared.model_digest if prepared.request.adapter else ""
-        stats, trials = self._known.of(prepared.methods, prepared.at_target, adapter)
-        return Controller(limits, stats, trials, self._round_trips_us, lambda: self._num_running, explains)
+        if self.learned is None or known != pair:
+            self.learned = Learned(pair, VerifyCosts(info.step_costs))
+        costs, apart = draft_costs_of(draft, prepared.methods), are_apart(info, draft)
+        stats, trials = self.learned.of(prepared.methods, prepared.at_target, RequestKind.of(prepared), costs, apart)
+        return Controller(limits, stats, trials, self.round_trip_us, lambda: self.num_running, explains)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may
@@ -477,13 +484,14 @@ class GenerationEngine:
         of_all = self.config.max_running_tokens
         return (self.verifier.info.model.max_open_tokens if of_all is None else of_all()) or sys.maxsize
 
-    def _round_trips_us(self) -> float:
-        return 0.0 if self.drafter is None else self.drafter.round_trip_us
-
     def _patience_ms(self) -> int:
-        """At least the measured round trip to the draft."""
-        measured = 0.0 if self.drafter is None else self.drafter.round_trip_us
-        return min(MAX_PATIENCE_MS, max(self.config.draft_patience_ms, math.ceil(measured / 1000)))
+        """How long a target waits for a draft: at least the measured round trip to it."""
+        return min(MAX_PATIENCE_MS, max(self.config.draft_patience_ms, math.ceil(self.round_trip_us() / 1000)))
+
+
+def _ms_until(deadline: float | None) -> int:
+    """What is left of the time of the event loop; 0: there is no deadline."""
+    return 0 if deadline is None else max(1, round((deadline - asyncio.get_running_loop().time()) * 1000))
 
 
 def _expire(run: RequestRun) -> None:
@@ -491,13 +499,12 @@ def _expire(run: RequestRun) -> None:
         driver.fail(to_failure(0, DeadlineExceeded(_EXPIRED)))
 
 
-async def merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
+def merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
     """Deltas of all as they come; the first error ends all. One completion needs no task of its own."""
-    if len(completions) == 1:
-        async with aclosing(completions[0]) as only:
-            async for delta in only:
-                yield delta
-        return
+    return _merged(completions) if completions[1:] else completions[0]
+
+
+async def _merged(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
     queue: asyncio.Queue[GenerationDelta | Exception | None] = asyncio.Queue(len(completions))
     tasks = [asyncio.create_task(_forward(completion, queue)) for completion in completions]
     try:

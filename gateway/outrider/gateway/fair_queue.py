@@ -72,7 +72,7 @@ class FairQueue(Generic[Item]):
         self._held = ticket
 
     def let_in(self, ticket: Ticket[Item]) -> None:
-        """It waits no more, and is charged for."""
+        """Takes a request out of the queue, and charges its caller for it."""
         num_callers, cost = len(self._num_of), max(ticket.cost, 1.0)
         self._tags[ticket.caller] += cost
         self.remove(ticket)
@@ -86,7 +86,7 @@ class FairQueue(Generic[Item]):
                     del self._tags[caller]
 
     def remove(self, ticket: Ticket[Item]) -> None:
-        """It waits no more, if it did."""
+        """Takes a request out of the queue, if it is there."""
         flow = self._flows.get((ticket.caller, ticket.priority), OrderedDict())
         if flow.pop(ticket.number, None) is None:
             return

@@ -2,55 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
-from outrider.gateway.request import Prepared
+from outrider.gateway.prepare import Prepared
 from outrider.gateway.speculation.contest import SharedTrials
+from outrider.planner.estimates import StepTime
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import AHEAD, Limits, Mode, Policy
+from outrider.planner.policy import AHEAD, Mode, Policy, PolicyLimits
+from outrider.rpc.messages import DraftInfo, TargetInfo
 
-MAX_ADAPTERS = 256  # of which the experience is kept; each takes some kB
-MAX_METHODS = 32  # lists of methods that requests may name, of which it is
+MAX_METHODS = 32  # lists of methods that requests may name, of which the experience is kept
+MAX_KINDS = 256  # of requests of each, four an adapter; one takes some kB
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class RequestKind(NamedTuple):
+    """Requests for which the same draft is right about as often."""
+
+    adapter: str = ""  # its digest
+    is_drawn: bool = False  # by a temperature; else greedy
+    is_constrained: bool = False
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> RequestKind:
+        """That of one request."""
+        sampling = prepared.sampling
+        adapter = prepared.model_digest if prepared.request.adapter else ""
+        return cls(adapter, not sampling.greedy, sampling.structured_output is not None)
+
+
+PLAIN = RequestKind()
+
+
+@dataclass(slots=True)
+class OfMethods:
+    """What the requests of one list of methods learned."""
+
+    common: SharedStats  # what things take; the acceptance of none
+    by_kind: dict[RequestKind, tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Learned:
-    """What the requests of one pair of models learn together: those of the same methods, since drafts differ in what
-    they take and in how often they are right, and of those the ones of the same adapter, since it changes how often the
-    same draft is right; what a verification takes all of them."""
+    """What the requests of one pair of models learn together: what a verification takes, all of them; what drafts take,
+    those of the same methods; and of those the ones of a kind, how often a draft is right and what is best by that. An
+    average over kinds would hold for none: greedy text that repeats itself pays where drawn text does not."""
 
     pair: tuple[str, str]  # the digests of target and draft
     costs: VerifyCosts
-    by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
-    by_adapter: dict[tuple[str, tuple[str, ...]], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
+    by_methods: dict[tuple[str, ...], OfMethods] = field(default_factory=dict)
 
     def of(
-        self, methods: tuple[str, ...], at_target: bool = False, adapter: str = ""
+        self,
+        methods: tuple[str, ...],
+        at_target: bool = False,
+        kind: RequestKind = PLAIN,
+        draft_costs: Sequence[tuple[int, int]] = (),
+        apart: bool = True,
     ) -> tuple[SharedStats, SharedTrials]:
-        """Of requests that are drafted for by these; by none: the draft's default. Those of an adapter (its digest)
-        share with those of none what things take, and judge acceptance by their own."""
-        common = self.by_methods.pop(methods, None) or (SharedStats(self.costs), SharedTrials())
-        if at_target and not common[0].between.weight:
-            common[0].between.add(0.0)  # no wire is between: nothing has to be measured
-        self.by_methods[methods] = common  # the latest is the last
-        if len(self.by_methods) > MAX_METHODS:
-            del self.by_methods[next(iter(self.by_methods))]
-        if not adapter:
-            return common
-        key = adapter, methods
-        found = self.by_adapter.pop(key, None) or (common[0].of_other_acceptance(), SharedTrials())
-        self.by_adapter[key] = found  # the latest is the last
-        if len(self.by_adapter) > MAX_ADAPTERS:
-            del self.by_adapter[next(iter(self.by_adapter))]
-        return found
+        """What was learned of requests of a kind that are drafted for by these methods; by none: the draft's default.
+        What a drafted token takes and whether the draft has a machine of its own is what is known to begin with."""
+
+        def new() -> OfMethods:
+            return OfMethods(SharedStats(self.costs, StepTime(draft_costs), apart))
+
+        known = _kept(self.by_methods, methods, MAX_METHODS, new)
+        if at_target and not known.common.between.weight:
+            known.common.between.add(0.0)  # no wire is between: nothing has to be measured
+        return _kept(known.by_kind, kind, MAX_KINDS, lambda: (known.common.of_other_acceptance(), SharedTrials()))
 
     @property
-    def stats(self) -> SharedStats:
-        """Of the draft's default, else of what was asked for last."""
-        return (self.by_methods.get(()) or next(reversed(self.by_methods.values())))[0]
+    def of_default(self) -> list[SharedStats]:
+        """What was learned of the draft's default, of each kind, else of what was asked for last."""
+        known = self.by_methods.get(()) or next(reversed(self.by_methods.values()))
+        return [stats for stats, _ in known.by_kind.values()]
 
 
-def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> Limits | None:
+def _kept(known: dict[Key, Value], key: Key, most: int, new: Callable[[], Value]) -> Value:
+    """That of a key, which is the latest from now on, or a new one; the oldest go."""
+    found = known[key] = known.pop(key) if key in known else new()
+    if len(known) > most:
+        del known[next(iter(known))]
+    return found
+
+
+def draft_costs_of(draft: DraftInfo | None, methods: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Of a drafted token, by sequences, as the draft says of the methods that a request names; none: its default.
+    Empty where it says nothing, as of lookups."""
+    if draft is None:
+        return ()
+    named = methods or draft.defaults
+    return next((row.step_costs for row in draft.methods if row.name in named and row.step_costs), ())
+
+
+def are_apart(target: TargetInfo, draft: DraftInfo | None) -> bool:
+    """Whether no core that the target computes on drafts, too, as far as both say."""
+    if draft is None or not target.machine or target.machine != draft.machine:
+        return True
+    return "cpu" not in (target.model.device, draft.model.device)
+
+
+def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> PolicyLimits | None:
     """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it is
     not switched off, and the target waits for its draft."""
     fixed = prepared.request.speculation.num_draft_tokens is not None
@@ -70,4 +126,4 @@ def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_windo
     adapts = prepared.mode == "auto" and not fixed
     most = max(base.num_draft_tokens, max_draft_tokens) if adapts else base.num_draft_tokens
     most = min(most, max_window)
-    return Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
+    return PolicyLimits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)

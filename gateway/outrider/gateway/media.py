@@ -9,7 +9,7 @@ import os
 import stat
 from binascii import Error as NoBase64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -25,27 +25,13 @@ from outrider.rpc.media import (
     too_many_pixels,
 )
 from outrider.rpc.messages import TargetInfo
+from outrider.rpc.words.request import MediaSource
 
 MAX_PATH_CHARS = 4096
 MAX_SHOWN_NAME = 100
 BASE64 = ";base64"
 URLS = "a data: URL with base64, or a file: URL of the gateway's media folder"
 NOT_THERE = "is no file below the gateway's media folder; allowed: the path of one"
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSource:
-    """A picture as it was given: exactly one of data, url and path."""
-
-    data: bytes | None = field(default=None, repr=False)
-    url: str = field(default="", repr=False)  # data: or file:
-    path: str = ""
-    mime_type: str = ""  # that it is said to be
-
-    @property
-    def name(self) -> str:
-        """Of the field in which it came."""
-        return "data" if self.data is not None else "url" if self.url else "path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +46,7 @@ class MediaLimits:
 async def media_of(
     found: Violations, sources: Sequence[MediaSource], target: TargetInfo, limits: MediaLimits
 ) -> tuple[Media, ...]:
-    """Those of a request, of no use once something was found."""
+    """The pictures of a request, of no use once something was found."""
     try:
         if MEDIA not in target.capabilities:
             problem = f"has {len(sources)} entries, and {target.model.name[:MAX_SHOWN_NAME]} takes no pictures"
@@ -141,7 +127,8 @@ def _read_data_url(where: str, rest: str, most: int) -> tuple[bytes, str]:
 
 
 def _read_file(where: str, path: str, folder: Path | None, most: int) -> bytes:
-    """Of a file below the folder, wherever links lead. What is outside is told apart from what is absent by nothing."""
+    """The bytes of a file below the folder, wherever links lead. What is outside is told apart from what is absent by
+    nothing."""
     if folder is None:
         raise _refusal(where, "is given, and this gateway has no --media-folder; allowed: the picture's bytes")
     if len(path) > MAX_PATH_CHARS or "\0" in path:

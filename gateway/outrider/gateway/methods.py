@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from outrider.gateway.prediction import PREDICTION
-from outrider.proposers.registry import HEADS, list_problem, split_methods
+from outrider.proposers.registry import HEADS, list_problem
 from outrider.rpc.errors import Violations, quoted
 from outrider.rpc.messages import MAX_METHODS, MAX_NAME_CHARS, DraftInfo, TargetInfo
-
-if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+from outrider.rpc.words.request import split_methods
 
 
 def offered(target: TargetInfo, draft: DraftInfo | None) -> tuple[str, ...]:
@@ -39,14 +35,19 @@ def check_method_names(found: Violations, method: str, methods: tuple[str, ...])
         found.add("speculation.methods" if methods else "speculation.method", what, allowed)
 
 
-def check_methods(found: Violations, request: GenerationRequest, target: TargetInfo, draft: DraftInfo | None) -> None:
-    """Whether the target or the draft has them."""
-    speculation, names = request.speculation, request.speculation.named_methods
-    fields = [
-        f"speculation.methods[{index}]" if speculation.methods else "speculation.method" for index in range(len(names))
-    ]
+def check_methods(
+    found: Violations,
+    names: tuple[str, ...],
+    by_list: bool,
+    predicts: bool,
+    target: TargetInfo,
+    draft: DraftInfo | None,
+) -> None:
+    """Checks that the target or the draft has the methods of a request, which are given as a list or by one text, with
+    a prediction or without."""
+    fields = [f"speculation.methods[{index}]" if by_list else "speculation.method" for index in range(len(names))]
     if names == (PREDICTION,):  # the gateway itself drafts by it where its draft does not
-        if request.prediction is None:
+        if not predicts:
             found.add(fields[0], f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
         return
     known = offered(target, draft)

@@ -26,6 +26,8 @@ from outrider.rpc.metrics import (
     WAITS_S,
     EngineState,
     Metrics,
+    ReadKind,
+    Samples,
     VllmCollector,
     model_labels,
 )
@@ -130,24 +132,35 @@ class GatewayMetrics(Metrics):
             self.read_counters(f"adapter_{name}", of_adapter + text, "adapter", read)
 
     def attach(self, engine: GenerationEngine, vllm_names: bool = False) -> None:
-        """What is read when it is asked for."""
+        """The series that are read from an engine when they are asked for, and how long its requests wait."""
         admission = engine.admission
+        admission.on_turn = self.queue_time.observe
         self.gauge("num_requests_running", "Sequences that run", lambda: admission.num_active)
         self.gauge("num_requests_waiting", "Sequences that wait to run", lambda: admission.num_waiting)
         self.gauge("num_tokens_admitted", "Prompt and max_tokens of both", lambda: admission.num_tokens)
         self.gauge("draft_connected", "1 where a draft can be used", lambda: _has_draft(engine))
-        self.gauge("draft_round_trip_seconds", "Round trip to the draft, smoothed", lambda: _round_trip_s(engine))
-        self.registry.register(_WireCollector(self._wires))
-        self.registry.register(_ReplicaCollector(engine))
+        self.gauge(
+            "draft_round_trip_seconds", "Round trip to the draft, smoothed", lambda: engine.round_trip_us() * 1e-6
+        )
+        self.read_labelled(CounterMetricFamily, "wire_bytes", "Of frames", ("role", "direction"), self._wire_bytes)
+        for kind, name, text, read in _OF_REPLICAS:
+            by_replica = partial(_by_replica, engine, read)
+            self.read_labelled(kind, f"replica_{name}", text, ("role", "address"), by_replica)
+        self.registry.register(_ReplicaInfos(engine))
         if vllm_names:
             self.registry.register(VllmCollector(lambda: _state(engine)))
 
     def stream_config(self, role: str) -> StreamConfig:
-        """For the streams to the replicas of a role: their frames' bytes are counted."""
+        """How the streams to the replicas of a role are opened: their frames' bytes are counted."""
         return StreamConfig(wrap=self._wires.setdefault(role, WireBytes()).wrap)
 
+    def _wire_bytes(self) -> Samples:
+        for role, counts in self._wires.items():
+            yield (role, "sent"), counts.num_sent
+            yield (role, "received"), counts.num_received
+
     def add_round(self, closed: Round, exemplar: Exemplar = None, adapter: str = "") -> None:
-        """One verification. The first round of a completion holds its prompt and is no round of decoding."""
+        """Counts one verification. The first round of a completion holds its prompt and is no round of decoding."""
         timings = closed.commit.timings
         self.drafts.add(closed)
         if adapter:
@@ -199,7 +212,6 @@ class DraftCounts:
     tested: list[int] = field(default_factory=list)  # ... and from the first window that reached it on
 
     def add(self, closed: Round) -> None:
-        """One verification."""
         num_drafted, num_accepted = closed.commit.num_drafted, closed.commit.num_accepted
         self.rounds[closed.mode] = self.rounds.get(closed.mode, 0) + 1
         self.num_forced += closed.commit.num_forced
@@ -214,7 +226,6 @@ class DraftCounts:
 
 
 def _count_first(counts: list[int], num: int) -> None:
-    """Counts the first `num` places."""
     counts.extend([0] * (num - len(counts)))
     for place in range(num):
         counts[place] += 1
@@ -235,7 +246,6 @@ class WireBytes:
         self.num_sent = self.num_received = 0
 
     def wrap(self, call: FrameCall) -> FrameCall:
-        """The same call, counted."""
         return _CountedCall(call, self)
 
 
@@ -257,49 +267,29 @@ class _CountedCall:
         return self._call.cancel()
 
 
-class _WireCollector(Collector):
-    """What the streams have carried."""
-
-    def __init__(self, wires: dict[str, WireBytes]) -> None:
-        self._wires = wires
-
-    def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
-        total = CounterMetricFamily(f"{PREFIX}_wire_bytes", "Of frames", labels=("role", "direction"))
-        for role, counts in self._wires.items():
-            total.add_metric((role, "sent"), counts.num_sent)
-            total.add_metric((role, "received"), counts.num_received)
-        yield total
+# Of each replica: name, help and value.
+_OF_REPLICAS: tuple[tuple[ReadKind, str, str, Callable[[Replica[Any]], float]], ...] = (
+    (GaugeMetricFamily, "up", "1 where new sequences may go", lambda replica: replica.usable),
+    (GaugeMetricFamily, "sequences", "This gateway's sequences there", lambda replica: replica.num_sequences),
+    (GaugeMetricFamily, "load", "All sequences there, as it last said", lambda replica: replica.load),
+    (GaugeMetricFamily, "breaker_open", "1 while it rests after failures", lambda replica: replica.breaker.open),
+    (GaugeMetricFamily, "round_trip_seconds", "Smoothed", lambda replica: replica.round_trip_us * 1e-6),
+    (CounterMetricFamily, "reopens", "Streams opened after the first", lambda replica: max(0, replica.num_streams - 1)),
+    (GaugeMetricFamily, "disagrees", "1 where the canary found it to", lambda replica: replica.disagrees),
+)
 
 
-class _ReplicaCollector(Collector):
-    """What is known of each replica, and what computes at those that can be used, as they say themselves."""
+def _by_replica(engine: GenerationEngine, read: Callable[[Replica[Any]], float]) -> Samples:
+    return [((role, replica.address), read(replica)) for role, replica in _replicas(engine)]
+
+
+class _ReplicaInfos(Collector):
+    """What computes at the replicas that can be used, as they say themselves."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
-        labels, start = ("role", "address"), f"{PREFIX}_replica"
-        up = GaugeMetricFamily(f"{start}_up", "1 where new sequences may go", labels=labels)
-        sequences = GaugeMetricFamily(f"{start}_sequences", "This gateway's sequences there", labels=labels)
-        load = GaugeMetricFamily(f"{start}_load", "All sequences there, as it last said", labels=labels)
-        breaker = GaugeMetricFamily(f"{start}_breaker_open", "1 while it rests after failures", labels=labels)
-        round_trip = GaugeMetricFamily(f"{start}_round_trip_seconds", "Smoothed", labels=labels)
-        reopens = CounterMetricFamily(f"{start}_reopens", "Streams opened after the first", labels=labels)
-        disagrees = GaugeMetricFamily(f"{start}_disagrees", "1 where the canary found it to", labels=labels)
-        for role, replica in _replicas(self._engine):
-            place = role, replica.address
-            up.add_metric(place, replica.usable)
-            sequences.add_metric(place, replica.num_sequences)
-            load.add_metric(place, replica.load)
-            breaker.add_metric(place, replica.breaker.open)
-            round_trip.add_metric(place, replica.round_trip_us * 1e-6)
-            reopens.add_metric(place, max(0, replica.num_streams - 1))
-            disagrees.add_metric(place, replica.disagrees)
-        yield from (up, sequences, load, breaker, round_trip, reopens, disagrees, self._infos())
-
-    def _infos(self) -> InfoMetricFamily:
         infos = InfoMetricFamily(f"{PREFIX}_replica", "What computes at a replica; kernels torch-*: the slow way")
         told = [(role, replica.info, replica.address) for role, replica in _replicas(self._engine) if replica.usable]
         for role, service in (("target", self._engine.verifier), ("draft", _within(self._engine.drafter))):
@@ -308,7 +298,7 @@ class _ReplicaCollector(Collector):
         for role, info, address in told:
             if info is not None:
                 infos.add_metric((), {"role": role, "address": address, **model_labels(info.model)})
-        return infos
+        yield infos
 
 
 def _within(drafter: Any) -> Any:
@@ -342,7 +332,3 @@ def _state(engine: GenerationEngine) -> EngineState | None:
 
 def _has_draft(engine: GenerationEngine) -> float:
     return float(engine.drafter is not None and engine.drafter.info is not None)
-
-
-def _round_trip_s(engine: GenerationEngine) -> float:
-    return 0.0 if engine.drafter is None else engine.drafter.round_trip_us * 1e-6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.speculation.backends import Drafter
@@ -30,11 +29,6 @@ def encoder_after(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Callable[[
         return tokenizer.encode(text, add_special_tokens=False)
 
     return encode
-
-
-def decode_prediction(message: Any) -> str | tuple[int, ...]:
-    """The text or ids of the protocol's Prediction; one without either is empty."""
-    return tuple(message.token_ids.ids) if message.HasField("token_ids") else message.text
 
 
 async def prediction_ids(

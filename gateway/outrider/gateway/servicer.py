@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.media import MediaSource
 from outrider.gateway.methods import offered
-from outrider.gateway.prediction import decode_prediction
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
-from outrider.gateway.text.chat import check_num_messages, decode_messages, decode_variables
-from outrider.gateway.text.reasoning import decode_reasoning
-from outrider.gateway.text.tools.use import MAX_TOOLS, decode_choice, decode_tools
-from outrider.planner.policy import SpeculationTally
-from outrider.rpc.codec import ADAPTER, MODEL_INFO, encode_position_logprobs
+from outrider.gateway.off_loop import written
+from outrider.gateway.text.chat import check_num_messages
+from outrider.gateway.text.tools.use import MAX_TOOLS
+from outrider.rpc.codec import ADAPTER, MODEL_INFO
 from outrider.rpc.errors import Violations
+from outrider.rpc.generation_codec import decode_request, encode_delta
 from outrider.rpc.interceptors import host_of
 from outrider.rpc.media import MAX_MEDIA
 from outrider.rpc.messages import MAX_N, ModelInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.rpc.server_calls import grpc_call
+from outrider.rpc.words.request import GenerationRequest
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -36,6 +33,47 @@ TRACEPARENT = "traceparent"
 LEAST_STALL = 60  # a 60th of that: what is shorter is as well the gateway's own
 
 
+class StallGuard:
+    """Ends an answer by TimeoutError where its client reads nothing for `stall_s`, or holds up its writes MOST_STALLS
+    times as long in sum. One timer looks after all writes: every round has one."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s, self._left_s = stall_s, MOST_STALLS * stall_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # of the write under way
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._timer = self._loop.call_later(self._stall_s, self._look)
+        return self
+
+    async def __aexit__(self, *ended: Any) -> None:
+        self._timer.cancel()
+        await self._timeout.__aexit__(*ended)
+
+    def begin(self) -> None:
+        """A write begins."""
+        self._since = self._loop.time()
+        if self._left_s < self._stall_s:
+            self._look()
+
+    def end(self) -> None:
+        """The client has taken it."""
+        if self._since is not None:
+            took_s, self._since = self._loop.time() - self._since, None
+            self._left_s -= took_s if took_s > self._stall_s / LEAST_STALL else 0.0
+
+    def _look(self) -> None:
+        self._timer.cancel()
+        now, most_s = self._loop.time(), min(self._stall_s, self._left_s)
+        end = most_s + (now if self._since is None else self._since)
+        if self._since is not None and end <= now:
+            self._timeout.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(end, self._look)
+
+
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves GenerationService with an engine."""
 
@@ -43,7 +81,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._engine, self._stall_s = engine, stall_s  # how long a client may read nothing
 
     def register(self, server: Any) -> None:
-        """Adds this servicer to a server."""
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -53,17 +90,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = replace(generation, peer=host_of(context))
         if (caller := CALLER.get()) is not None:
             generation = caller.own(generation)
-        loop, left_s = asyncio.get_running_loop(), MOST_STALLS * self._stall_s
-        async with aclosing(self._engine.generate(generation)) as deltas:
+        async with aclosing(self._engine.generate(generation)) as deltas, StallGuard(self._stall_s) as guard:
             async for delta in deltas:
-                if delta.index or generation.token_ids is not None:  # said, or the client's own
-                    delta = replace(delta, prompt_token_ids=())
+                if delta.prompt_token_ids and (delta.index or generation.token_ids is not None):
+                    delta = replace(delta, prompt_token_ids=())  # said, or the client's own
                 response = await written(delta.num_logprobs, encode_delta, delta)
-                began = loop.time()
-                async with asyncio.timeout(min(self._stall_s, left_s)):
-                    await context.write(response)
-                took_s = loop.time() - began
-                left_s -= took_s if took_s > self._stall_s / LEAST_STALL else 0.0
+                guard.begin()
+                await context.write(response)
+                guard.end()
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""
@@ -93,106 +127,6 @@ async def decoded(message: pb.GenerateRequest, model: ModelInfo) -> GenerationRe
     found.length("output_ids", message.output_ids, MAX_N)
     found.raise_if_any()
     return await asyncio.to_thread(decode_request, message, model.default_sampling)
-
-
-def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> GenerationRequest:
-    """The request, what it leaves open taken from the model's defaults. InvalidArgument for an enum's number that only
-    a newer client knows."""
-    kind = message.WhichOneof("input")
-    return GenerationRequest(
-        text=message.text if kind == "text" else None,
-        token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
-        messages=decode_messages(message.chat) if kind == "chat" else None,
-        add_generation_prompt=not message.chat.omit_generation_prompt,
-        prediction=decode_prediction(message.prediction) if message.HasField("prediction") else None,
-        sampling=decode_sampling(message.sampling, defaults),
-        reasoning=decode_reasoning(message.reasoning) if message.HasField("reasoning") else None,
-        max_tokens_given=message.sampling.HasField("max_tokens"),
-        speculation=_decode_speculation(message.speculation),
-        request_id=message.request_id,
-        n=message.n or 1,
-        priority=message.priority,
-        output_ids=tuple(tuple(entry.ids) for entry in message.output_ids),
-        salt=message.salt,
-        model_digest=message.model_digest,
-        model=message.model,
-        adapter=message.adapter,
-        tools=decode_tools(message.tools) if message.tools else (),
-        tool_choice=decode_choice(message.tool_choice) if message.tool_choice else None,
-        parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
-        chat_template_kwargs=decode_variables(message.chat) if message.chat.chat_template_kwargs else {},
-        media=tuple(map(_decode_media, message.media)),
-    )
-
-
-def _decode_media(message: pb.Media) -> MediaSource:
-    return MediaSource(message.data if message.HasField("data") else None, "", message.path, message.mime_type)
-
-
-def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
-    """One response."""
-    out = pb.GenerateResponse(
-        request_id=delta.request_id,
-        index=delta.index,
-        text=delta.text,
-        reasoning=delta.reasoning,
-        token_ids=delta.token_ids,
-        origins=delta.origins,  # type: ignore[arg-type]  # the numbers are the protocol's
-        near_ties=delta.near_ties,
-    )
-    if delta.model_digest:  # the first one
-        out.model_digest = delta.model_digest
-        out.prompt_token_ids.extend(delta.prompt_token_ids)
-    if delta.seed is not None:
-        out.seed = delta.seed
-    if delta.logprobs:
-        out.logprobs.extend(map(encode_position_logprobs, delta.logprobs))
-    if delta.prompt_logprobs:
-        out.prompt_logprobs.extend(map(encode_position_logprobs, delta.prompt_logprobs))
-    for call in delta.tool_calls:
-        out.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-    if delta.finish_reason is not None:
-        out.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
-    if delta.stop_string is not None:
-        out.stop_string = delta.stop_string
-    elif delta.stop_token_id is not None:
-        out.stop_token_id = delta.stop_token_id
-    if delta.usage is not None:
-        out.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
-    if delta.tally is not None:
-        out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
-    return out
-
-
-def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
-    return SpeculationOptions(
-        enabled=message.enabled if message.HasField("enabled") else True,
-        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
-        method=message.method,
-        methods=tuple(message.methods),
-        acceptance=decode_acceptance(message.acceptance, "speculation.acceptance"),
-        mode=message.mode,
-        draft_confidence=message.draft_confidence,
-    )
-
-
-def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.SpeculationStats:
-    return pb.SpeculationStats(
-        num_rounds=tally.num_rounds,
-        num_drafts=tally.num_drafts,
-        num_draft_tokens=tally.num_draft_tokens,
-        num_accepted_tokens=tally.num_accepted_tokens,
-        num_forced_tokens=tally.num_forced_tokens,
-        num_accepted_forced_tokens=tally.num_accepted_forced_tokens,
-        num_accepted_per_position=tally.accepted_per_position,
-        num_tested_per_position=tally.tested_per_position,
-        acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
-        overhead_us=tally.overhead_us,
-        method=tally.method,
-        mode=tally.mode,
-        num_rounds_by_mode=tally.rounds_by_mode,
-        by_method=[pb.MethodStats(method=method, **asdict(did)) for method, did in tally.by_method.items()],
-    )
 
 
 def _remaining_s(context: Any) -> float | None:

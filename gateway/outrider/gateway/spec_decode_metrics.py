@@ -7,9 +7,10 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.gateway.request import GenerationDelta
-from outrider.gateway.request_times import RequestTimes
-from outrider.planner.policy import SpeculationTally
+from outrider.gateway.request_record import RequestObserver, RequestRecord, add_stats
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats
+
+TIMES = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
 
 
 @dataclass
@@ -39,68 +40,76 @@ class SpecDecodeRecorder:
         steps = self._steps.setdefault(delta.index, [])
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
             steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
-        if delta.tally is None:
+        if delta.speculation is None:
             return None
-        metrics = summary_of(delta.tally, self._k)
+        metrics = summary_of(delta.speculation, self._k)
         if self._detailed:
             metrics.per_step_drafted = [drafted for drafted, _ in steps]
             metrics.per_step_accepted = [accepted for _, accepted in steps]
         return metrics
 
 
-def summary_of(tally: SpeculationTally, k: int) -> SpecDecodeMetrics:
+def summary_of(stats: SpeculationStats, k: int) -> SpecDecodeMetrics:
     """Drafts that got to position i, less those that got further, ended there."""
-    reached = [tally.num_drafts, *tally.accepted_per_position]
+    reached = [stats.num_drafts, *stats.num_accepted_per_position]
     reached += [0] * (k + 2 - len(reached))
     return SpecDecodeMetrics(
-        mean_acceptance_length=1 + tally.num_accepted_tokens / max(1, tally.num_drafts),
-        draft_acceptance_rate=tally.num_accepted_tokens / max(1, tally.num_draft_tokens),
+        mean_acceptance_length=stats.mean_acceptance_length,
+        draft_acceptance_rate=stats.acceptance_rate,
         acceptance_histogram=[here - further for here, further in itertools.pairwise(reached)],
-        num_spec_steps=tally.num_drafts,
-        num_accepted_draft_tokens=tally.num_accepted_tokens,
-        num_draft_tokens=tally.num_draft_tokens,
+        num_spec_steps=stats.num_drafts,
+        num_accepted_draft_tokens=stats.num_accepted_tokens,
+        num_draft_tokens=stats.num_draft_tokens,
         num_spec_tokens=k,
     )
 
 
-def add_drafts(total: SpeculationTally, more: SpeculationTally) -> None:
-    """What became of a completion's drafts, to that of others."""
-    total.num_drafts += more.num_drafts
-    total.num_draft_tokens += more.num_draft_tokens
-    total.num_accepted_tokens += more.num_accepted_tokens
-    pairs = itertools.zip_longest(total.accepted_per_position, more.accepted_per_position, fillvalue=0)
-    total.accepted_per_position = [before + added for before, added in pairs]
+class AnswerRecorder(RequestObserver):
+    """Observes the requests of one answer over HTTP, which says what became of their drafts together, unless `wanted`
+    is "none". An answer of several completions shows no times."""
 
-
-class AnswerRecorder:
-    """Follows all completions of one answer, which says what became of their drafts together, unless `wanted` is
-    "none". `times` are None where it says none, as of several completions."""
-
-    def __init__(self, wanted: str = "none", times: RequestTimes | None = None) -> None:
-        self._wanted, self._detailed, self._times = wanted, wanted == "detailed", times
-        self._total = SpeculationTally()
+    def __init__(self, wanted: str = "none", shows_times: bool = False) -> None:
+        self._wanted, self._detailed, self._shows_times = wanted, wanted == "detailed", shows_times
+        self._records: list[RequestRecord] = []
         self._steps: list[tuple[int, int]] = []  # drafted and accepted of each step, in the order of commits
 
-    def add(self, delta: GenerationDelta) -> None:
-        """One commit of any of them."""
-        if self._times is not None:
-            self._times.add(delta)
+    def began(self, record: RequestRecord) -> None:
+        """One of the answer's requests may run."""
+        self._records.append(record)
+
+    def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
+        """Notes a step, where each is told of."""
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
             self._steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
-        if delta.tally is not None:
-            add_drafts(self._total, delta.tally)
 
     def shape(self, num_draft_tokens: int) -> dict[str, Any]:
         """The answer's `metrics`, if it has any."""
-        times = {} if self._times is None else self._times.shape()
+        times = times_shape(self._records[0]) if self._shows_times and self._records else {}
         drafts = {} if self._wanted == "none" else self._drafts(num_draft_tokens)
         return {"metrics": times | drafts} if times or drafts else {}
 
     def _drafts(self, num_draft_tokens: int) -> dict[str, Any]:
         """The object that AIPerf reads. k is what is drafted a round, or the most that was."""
-        k = max(num_draft_tokens, len(self._total.accepted_per_position))
-        metrics = summary_of(self._total, k)
+        total = SpeculationStats()
+        for record in self._records:
+            add_stats(total, record.tally)
+        metrics = summary_of(total, max(num_draft_tokens, len(total.num_accepted_per_position)))
         if self._detailed:
             metrics.per_step_drafted = [drafted for drafted, _ in self._steps]
             metrics.per_step_accepted = [accepted for _, accepted in self._steps]
         return {"speculative_decoding": {name: value for name, value in asdict(metrics).items() if value is not None}}
+
+
+def times_shape(record: RequestRecord) -> dict[str, float | None]:
+    """When a request's tokens came, as vLLM's answers have it; null where it says nothing."""
+    if not record.num_tokens or not record.scheduled:
+        return dict.fromkeys(TIMES)
+    decoding, whole = record.last_token - record.first_token, record.last_token - record.scheduled
+    values = (
+        (record.first_token - record.scheduled) * 1e3,
+        decoding * 1e3,
+        max(0.0, record.scheduled - record.arrived) * 1e3,
+        decoding * 1e3 / (record.num_tokens - 1) if record.num_tokens > 1 else None,
+        record.num_tokens / whole if whole > 0 else None,
+    )
+    return dict(zip(TIMES, values, strict=True))

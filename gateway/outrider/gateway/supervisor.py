@@ -17,14 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING
 
+from outrider.gateway.processes import READY, GatewayProcess
 from outrider.gateway.servicer import SERVICE_NAME
-from outrider.gateway.siblings import READY, Siblings
-from outrider.rpc.server import FORCED_EXIT, POLL_S, HealthMonitor, build_health_server, require_free, reserve
-
-if TYPE_CHECKING:
-    from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.settings import GatewaySettings
+from outrider.rpc.server import FORCED_EXIT, POLL_S, HealthMonitor, bind, build_health_server, require_free
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +45,15 @@ async def supervise(settings: GatewaySettings) -> int:
         shared = {name: getattr(settings, name) for name in ("listen", "http")}
         for name, address in shared.items():
             if address:
-                held, shared[name] = reserve(address)
+                held, shared[name] = bind(address, reuse_port=True)
                 stack.enter_context(held)
         settings = settings.model_copy(update=shared)
-        siblings = [Siblings(index, folder) for index in range(settings.processes)]
-        siblings[0].settings.write_text(settings.model_dump_json(exclude={"health"}), encoding="utf-8")
-        supervisor = Supervisor(settings, siblings)
+        processes = [GatewayProcess(index, folder) for index in range(settings.processes)]
+        processes[0].settings.write_text(settings.model_dump_json(exclude={"health"}), encoding="utf-8")
+        supervisor = Supervisor(settings, processes)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
-        await stack.enter_async_context(_answering(settings, supervisor.health, siblings[0]))
+        await stack.enter_async_context(_answering(settings, supervisor.health, processes[0]))
         return await supervisor.run()
 
 
@@ -85,7 +82,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _answering(settings: GatewaySettings, health: HealthMonitor, series: Siblings) -> AsyncIterator[None]:
+async def _answering(settings: GatewaySettings, health: HealthMonitor, series: GatewayProcess) -> AsyncIterator[None]:
     """While in it, `--health` and `--metrics` are answered, for all children."""
     async with AsyncExitStack() as stack:
         await health.start()
@@ -107,10 +104,10 @@ async def _answering(settings: GatewaySettings, health: HealthMonitor, series: S
 class Supervisor:
     """The children, from the first one's start to the last one's end."""
 
-    def __init__(self, settings: GatewaySettings, siblings: Sequence[Siblings]) -> None:
+    def __init__(self, settings: GatewaySettings, processes: Sequence[GatewayProcess]) -> None:
         """`settings` name the ports that are held."""
         self._settings = settings
-        self._children = [Child(one, self._note) for one in siblings]
+        self._children = [Child(process, self._note) for process in processes]
         self.health = HealthMonitor([SERVICE_NAME], is_ready=lambda: any(child.ready for child in self._children))
         self._listened = self._served = False  # whether all have listened at once, and whether any was ready
         self._stopping = asyncio.Event()
@@ -190,17 +187,17 @@ def _ending(status: int) -> str:
 class Child:
     """One of the processes, which may live several times."""
 
-    def __init__(self, siblings: Siblings, on_change: Callable[[], None]) -> None:
-        self.index = siblings.index
+    def __init__(self, place: GatewayProcess, on_change: Callable[[], None]) -> None:
+        self.index = place.index
         self.listens = self.ready = False
         self.silent_polls = 0  # since it last said something
-        self._siblings, self._on_change = siblings, on_change
+        self._place, self._on_change = place, on_change
         self._process: Process | None = None
         self._ended_by: int | None = None
 
     async def run(self) -> int:
         """One life; returns the status that it ended with, for a signal its number below zero."""
-        command = *COMMAND, str(self.index), str(self._siblings.folder)
+        command = *COMMAND, str(self.index), str(self._place.folder)
         try:  # in a group of its own: what a terminal's Ctrl-C reaches is the supervisor
             process = self._process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, process_group=0)
         except OSError as error:  # too many processes, or too little memory

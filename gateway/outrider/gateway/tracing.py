@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, StatusCode, Tracer
 
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
+from outrider.gateway.prepare import Prepared
+from outrider.gateway.request_record import RequestObserver, RequestRecord
 from outrider.planner.policy import Round
 from outrider.rpc import telemetry as names
-from outrider.rpc.sampling_params import TokenOrigin
-from outrider.rpc.server_calls import ServerCall, as_outrider_error, end_attributes
+from outrider.rpc.server_calls import as_outrider_error, end_attributes
 from outrider.rpc.telemetry import context_from_traceparent, inject_traceparent
+from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import TokenOrigin
 
 Attribute = str | int | float | bool | tuple[str, ...]
-
-
 MAX_TRACED_ROUNDS = 256  # of a completion: a round has up to six spans
 
 
@@ -96,7 +97,6 @@ class RoundSums:
     sums: Counter[str] = field(default_factory=Counter)
 
     def add(self, closed: Round) -> None:
-        """One more."""
         commit, timings = closed.commit, closed.commit.timings
         self.ended = closed.ended
         self.num_rounds += 1
@@ -115,60 +115,97 @@ class RoundSums:
         )
 
     def span(self, completion: int) -> TimedSpan:
-        """All of them as one."""
         attributes = {names.ROUNDS_COUNT: self.num_rounds, names.REQUEST_COMPLETION: completion, **self.sums}
         return TimedSpan(names.SPAN_ROUNDS, self.started, self.ended, attributes)
 
 
-class RequestTrace:
-    """The root span of one request. `recording` is false where nothing is to be built. A client's trace is gone on with
-    only where clients are trusted; elsewhere a new trace, which this process's sampler decides on, has a link to it."""
+class RequestTrace(RequestObserver):
+    """The root span of one request, from when it may run. `recording` is false where nothing is to be built. A client's
+    trace is gone on with only where clients are trusted; elsewhere a new trace, which this process's sampler decides
+    on, has a link to it."""
 
     def __init__(
         self,
         tracer: Tracer,
-        prepared: Prepared,
         model_name: str,
         trust_traceparent: bool = False,
         max_rounds: int = MAX_TRACED_ROUNDS,
     ) -> None:
-        request, sampling = prepared.request, prepared.sampling
-        self._tracer = tracer
-        self._clock_offset = time.time() - time.monotonic()
-        self._started = time.monotonic()
-        self._call = request.call
+        self._tracer, self._model_name, self._trusts = tracer, model_name, trust_traceparent
         self._max_rounds = max_rounds
+        self._clock_offset = time.time() - time.monotonic()
         self._num_rounds: Counter[int] = Counter()  # by completion
         self._summed: dict[int, RoundSums] = {}
-        self._num_chunks = self._num_output = self._num_reasoning = self._compile_us = 0
-        self._finish_reasons: list[str] = []
-        self.span = _server_span(tracer, request, model_name, trust_traceparent)
-        self._context = trace.set_span_in_context(self.span)
-        self.traceparent = inject_traceparent(self._context)
-        self.recording = self.span.is_recording()
-        if self.recording:
-            self.span.set_attributes(
-                {
-                    **_attributes_of(request, model_name),
-                    names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
-                    names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
-                    names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
-                    names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
-                    names.GEN_AI_REQUEST_STREAM: True,
-                    names.GEN_AI_RESPONSE_MODEL: model_name,
-                    names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
-                    names.REQUEST_ID: prepared.request_id,  # made here where the client gave none
-                    names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
-                    names.REQUEST_METHOD: ",".join(prepared.methods),
-                }
-            )
-            if sampling.structured_output is not None:
-                self.span.set_attribute(names.REQUEST_CONSTRAINT, sampling.structured_output.kind)
+        self._compile_us = 0
+        self._span: Span = INVALID_SPAN
+        self._context = Context()
+        self.recording = False
 
-    def add_round(self, closed: Round, completion: int) -> None:
-        """One round with its parts; after `max_rounds` of a completion, its share of a sum."""
-        if not self.recording:
-            return
+    def began(self, record: RequestRecord) -> None:
+        """Starts the span: the record gets its traceparent."""
+        self._start_root(record, record.started)
+        if self.recording and record.prepared is not None:
+            self._span.set_attributes(_attributes_of_prepared(record.prepared, self._model_name))
+
+    def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
+        """Spans of a round, if the delta has one."""
+        if self.recording and delta.round is not None:
+            self._add_round(delta.round, delta.index)
+
+    def ended(self, record: RequestRecord, error: BaseException | None) -> None:
+        """Ends the root span, which begins with the request's arrival where it never ran. By the conventions, what the
+        caller did is no error of a server's span: neither that it went away, nor that its request had to be refused."""
+        if record.prepared is None:
+            self._start_root(record, record.arrived)
+        if self.recording:
+            for completion, summed in self._summed.items():
+                self._start(summed.span(completion), self._context).end(self._ns(summed.ended))
+            if record.prepared is not None:
+                self._span.set_attributes(self._results_of(record))
+            self._set_end(record, error)
+        self._span.end()
+
+    def _start_root(self, record: RequestRecord, at: float) -> None:
+        """Goes on with the client's trace, or has a link to it."""
+        request, name = record.request, self._model_name
+        client = context_from_traceparent(request.traceparent)
+        context = trace.get_current_span(client).get_span_context()
+        self._span = self._tracer.start_span(
+            f"{_operation(request)} {name}",
+            context=client if self._trusts else Context(),
+            kind=SpanKind.SERVER,
+            links=[Link(context)] if context.is_valid and not self._trusts else [],
+            start_time=self._ns(at),
+        )
+        self._context = trace.set_span_in_context(self._span)
+        self.recording = self._span.is_recording()
+        record.traceparent = inject_traceparent(self._context)
+        if self.recording:
+            self._span.set_attributes(_attributes_of(request, name))
+
+    def _results_of(self, record: RequestRecord) -> dict[str, Attribute]:
+        results: dict[str, Attribute] = {
+            names.GEN_AI_USAGE_OUTPUT_TOKENS: record.num_tokens,
+            names.GEN_AI_RESPONSE_FINISH_REASONS: tuple(record.finish_reasons),
+        }
+        if record.first_token:
+            results[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = record.first_token - record.started
+        if record.num_cached is not None:
+            results[names.GEN_AI_USAGE_CACHED_TOKENS] = record.num_cached
+        if record.num_reasoning:
+            results[names.GEN_AI_USAGE_REASONING_TOKENS] = record.num_reasoning
+        if self._compile_us:
+            results[names.REQUEST_COMPILE_US] = self._compile_us
+        return results
+
+    def _set_end(self, record: RequestRecord, error: BaseException | None) -> None:
+        ended = end_attributes(record.request.call, as_outrider_error(error), record.num_tokens > 0)
+        self._span.set_attributes(ended)
+        if names.ERROR_TYPE in ended:
+            self._span.set_status(Status(StatusCode.ERROR))
+
+    def _add_round(self, closed: Round, completion: int) -> None:
+        """A round with its parts; after `max_rounds` of a completion, its share of a sum."""
         self._compile_us += closed.commit.timings.compile_us
         self._num_rounds[completion] += 1
         if self._num_rounds[completion] > self._max_rounds:
@@ -182,36 +219,6 @@ class RequestTrace:
             self._start(part, inner).end(self._ns(part.end))
         span.end(self._ns(whole.end))
 
-    def add_delta(self, delta: GenerationDelta) -> None:
-        """What the client got."""
-        if not self.recording:
-            return
-        if delta.token_ids and not self._num_chunks:
-            seconds = time.monotonic() - self._started
-            self.span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, seconds)
-        self._num_chunks += bool(delta.token_ids)
-        self._num_output += len(delta.token_ids)
-        self._num_reasoning += delta.num_reasoning
-        if delta.finish_reason is not None:
-            self._finish_reasons.append(delta.finish_reason.name.lower())
-        if delta.usage is not None:
-            self.span.set_attribute(names.GEN_AI_USAGE_CACHED_TOKENS, delta.usage.cached_tokens)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends the root span. By the conventions, what the caller did is no error of a server's span: neither that it
-        went away, nor that its request had to be refused."""
-        if self.recording:
-            for completion, summed in self._summed.items():
-                self._start(summed.span(completion), self._context).end(self._ns(summed.ended))
-            self.span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, self._num_output)
-            if self._num_reasoning:
-                self.span.set_attribute(names.GEN_AI_USAGE_REASONING_TOKENS, self._num_reasoning)
-            if self._compile_us:
-                self.span.set_attribute(names.REQUEST_COMPILE_US, self._compile_us)
-            self.span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, tuple(self._finish_reasons))
-            _tell_end(self.span, self._call, error, self._num_chunks > 0)
-        self.span.end()
-
     def _start(self, timed: TimedSpan, context: Context) -> Span:
         return self._tracer.start_span(
             timed.name, context=context, attributes=timed.attributes, start_time=self._ns(timed.start)
@@ -219,39 +226,6 @@ class RequestTrace:
 
     def _ns(self, monotonic: float) -> int:
         return round((monotonic + self._clock_offset) * 1e9)
-
-
-def trace_refusal(
-    tracer: Tracer,
-    request: GenerationRequest,
-    model_name: str,
-    trust_traceparent: bool,
-    error: BaseException,
-    waited_s: float,
-) -> str:
-    """The span of a request that ended before it ran, `waited_s` after it came; returns its traceparent."""
-    start = time.time_ns() - round(waited_s * 1e9)
-    span = _server_span(tracer, request, model_name, trust_traceparent, start)
-    if span.is_recording():
-        span.set_attributes(_attributes_of(request, model_name))
-        _tell_end(span, request.call, error, False)
-    span.end()
-    return inject_traceparent(trace.set_span_in_context(span))
-
-
-def _server_span(
-    tracer: Tracer, request: GenerationRequest, model_name: str, trust_traceparent: bool, start_ns: int | None = None
-) -> Span:
-    """A request's root, which goes on with the client's trace, or has a link to it."""
-    client = context_from_traceparent(request.traceparent)
-    context = trace.get_current_span(client).get_span_context()
-    return tracer.start_span(
-        f"{_operation(request)} {model_name}",
-        context=client if trust_traceparent else Context(),
-        kind=SpanKind.SERVER,
-        links=[Link(context)] if context.is_valid and not trust_traceparent else [],
-        start_time=start_ns,
-    )
 
 
 def _operation(request: GenerationRequest) -> str:
@@ -270,8 +244,20 @@ def _attributes_of(request: GenerationRequest, model_name: str) -> dict[str, str
     }
 
 
-def _tell_end(span: Span, call: ServerCall | None, error: BaseException | None, answered: bool) -> None:
-    ended = end_attributes(call, as_outrider_error(error), answered)
-    span.set_attributes(ended)
-    if names.ERROR_TYPE in ended:
-        span.set_status(Status(StatusCode.ERROR))
+def _attributes_of_prepared(prepared: Prepared, model_name: str) -> dict[str, Attribute]:
+    sampling = prepared.sampling
+    attributes: dict[str, Attribute] = {
+        names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+        names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
+        names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
+        names.GEN_AI_REQUEST_STREAM: True,
+        names.GEN_AI_RESPONSE_MODEL: model_name,
+        names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
+        names.REQUEST_ID: prepared.request_id,  # made here where the client gave none
+        names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
+        names.REQUEST_METHOD: ",".join(prepared.methods),
+    }
+    if sampling.structured_output is not None:
+        attributes[names.REQUEST_CONSTRAINT] = sampling.structured_output.kind
+    return attributes

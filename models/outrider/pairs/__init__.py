@@ -1,12 +1,16 @@
-"""The embedded model pairs: small targets and drafts that come with the package, for demos and tests."""
+"""The embedded model pairs: small targets and drafts for demos and tests. Each comes with a wheel of its own, which
+names its folder under the entry points `outrider.pairs`."""
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-__all__ = ["TRAINED_ON", "PairPaths", "name_of", "pair_path", "part_path"]
+__all__ = ["PairPaths", "name_of", "pair_path", "part_path", "trained_on"]
 
-TRAINED_ON = {"python": "the sources of Python's standard library"}  # and nothing else
-_ROOT = Path(__file__).parent
+GROUP = "outrider.pairs"
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,33 @@ class PairPaths:
         """The head of a method; `ValueError` if none comes with the pair."""
         if method not in self.heads:
             there = ", ".join(self.heads) or "none"
-            raise ValueError(
-                f"the embedded pair {self.target.parent.name!r} has no head {method!r}; there are: {there}"
-            )
+            raise ValueError(f"the embedded pair {name_of(self.target)!r} has no head {method!r}; there are: {there}")
         return self.heads[method]
 
 
+@cache
+def _modules() -> dict[str, Any]:
+    """The modules of the pairs that are installed, by the pairs' names; one that is only named, as what is left of a
+    wheel that was removed does, is not."""
+    return {point.name: point.load() for point in entry_points(group=GROUP) if find_spec(point.module) is not None}
+
+
+def _folders() -> dict[str, Path]:
+    return {name: Path(module.__file__).parent for name, module in _modules().items()}
+
+
+def trained_on() -> dict[str, str]:
+    """What the installed pairs have learnt from, and from nothing else, by their names."""
+    return {name: module.TRAINED_ON for name, module in _modules().items()}
+
+
 def pair_path(name: str = "python") -> PairPaths:
-    """Where the embedded pair `name` lies; `ValueError` if there is none of that name."""
-    pair = PairPaths(*(_ROOT / name / folder for folder in ("target", "draft", "pard")))
-    if not (pair.target / "config.json").is_file():
-        known = sorted(path.parent.parent.name for path in _ROOT.glob("*/target/config.json"))
-        raise ValueError(f"no embedded pair {name!r}; there are: {', '.join(known) or 'none'}")
-    return pair
+    """Where the embedded pair `name` lies; `ValueError` if none of that name is installed."""
+    folder = _folders().get(name)
+    if folder is None:
+        known = ", ".join(sorted(_folders())) or "none"
+        raise ValueError(f"no embedded pair {name!r}; installed: {known}; outrider-pair-python brings python")
+    return PairPaths(*(folder / part for part in ("target", "draft", "pard")))
 
 
 def part_path(name: str, drafts_by: str = "") -> Path | None:
@@ -52,13 +70,15 @@ def part_path(name: str, drafts_by: str = "") -> Path | None:
     method, for that draft or head; PAIR/PART for any of its folders. None for all else."""
     pair, _, part = name.partition("/")
     part = part or {"": "target", "draft_model": "draft"}.get(drafts_by, drafts_by)
-    folder = _ROOT / pair / part
-    is_part = pair in TRAINED_ON and part.isidentifier() and (folder / "config.json").is_file()
-    return folder if is_part else None
+    root = _folders().get(pair)
+    if root is None or not part.isidentifier() or not (root / part / "config.json").is_file():
+        return None
+    return root / part
 
 
 def name_of(folder: Path) -> str:
     """By which `part_path` finds a folder of a pair; empty for any other."""
-    if folder.parent.parent != _ROOT:
-        return ""
-    return folder.parent.name if folder.name == "target" else f"{folder.parent.name}/{folder.name}"
+    for name, root in _folders().items():
+        if folder.parent == root:
+            return name if folder.name == "target" else f"{name}/{folder.name}"
+    return ""

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from outrider.planner.estimates import StepTime
 from outrider.planner.policy import Round
-from outrider.planner.simulate import Clock, Direction
+from outrider.planner.simulate import Clock, OneWayLink
 from outrider.planner.virtual_services import DraftQuality, StepPolicy, Text, VirtualDraft, VirtualTarget
 from outrider.rpc.messages import Close, DraftInfo, ModelInfo, Open, TargetInfo, is_last
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 MODEL = ModelInfo("virtual", "", vocab_size=2, max_model_len=1 << 30, batch_invariant=True)
 ENDLESS = 1 << 20  # tokens of a stream that nobody ends
@@ -32,6 +32,7 @@ class Machines:
     way_s: float  # of a message, each way between a gateway and a service
     num_targets: int = 1
     num_drafts: int = 1
+    event_s: float = 0.0  # that the gateway's one core computes for each event of a service
 
 
 class Readable(Protocol):
@@ -105,11 +106,9 @@ class VirtualLink:
 
     model = MODEL
 
-    def __init__(
-        self, clock: Clock, way_s: float, deliver: Callable[..., None], on_event: Callable[[Any], None]
-    ) -> None:
-        self._there, self._back = (Direction(clock, lambda: way_s) for _ in range(2))
-        self._deliver, self._on_event = deliver, on_event
+    def __init__(self, fleet: VirtualFleet, deliver: Callable[..., None], on_event: Callable[[Any], None]) -> None:
+        self._there, self._back = (OneWayLink(fleet.clock, lambda: fleet.machines.way_s) for _ in range(2))
+        self._deliver, self._on_event, self._compute = deliver, on_event, fleet.compute
         self._alive = True
 
     def send(self, *messages: Any) -> None:
@@ -124,7 +123,7 @@ class VirtualLink:
 
     def reply(self, event: Any, after: float) -> None:
         """From the service, once the step that made it is over."""
-        self._back.send(lambda: self._arrive(event), after)
+        self._back.send(lambda: self._compute(lambda: self._arrive(event)), after)
 
     def _arrive(self, event: Any) -> None:
         if self._alive:
@@ -136,7 +135,7 @@ class VirtualLink:
 class Door:
     """A Drafter, or a Verifier, of one stream. `deliver` takes a sequence's number, messages and the way back."""
 
-    crowd: Crowd
+    crowd: VirtualFleet
     info: DraftInfo | TargetInfo
     deliver: Callable[..., None]
     on_delivered: Callable[[], None] = lambda: None
@@ -155,19 +154,17 @@ class Door:
             on_event(event)
             self.on_delivered()
 
-        link = VirtualLink(
-            self.crowd.clock, self.crowd.machines.way_s, lambda sent: self.deliver(number, sent, link.reply), arrive
-        )
+        link = VirtualLink(self.crowd, lambda sent: self.deliver(number, sent, link.reply), arrive)
         link.send(request)
         return link
 
 
-class Crowd:
+class VirtualFleet:
     """The machines, and streams that are spread evenly over them."""
 
     def __init__(self, machines: Machines, new_step_policy: NewStepPolicy) -> None:
         self.machines, self.clock = machines, Clock()
-        self.num_opened = 0
+        self.num_opened, self._free_at = 0, 0.0  # when the gateway's core has computed all that it has
         self.targets = [
             VirtualTarget(self.clock, StepTime(machines.target_costs), new_step_policy(machines.target_costs))
             for _ in range(machines.num_targets)
@@ -184,6 +181,14 @@ class Crowd:
         for index in range(num_streams):
             start = self._starter(gateway, len(self.records), max_tokens)
             self.clock.at(self.clock.now + spread_s * index / num_streams, start)
+
+    def compute(self, event: Callable[[], None]) -> None:
+        """Has the gateway see to an event, once it has seen to those before."""
+        if self.machines.event_s:
+            self._free_at = max(self._free_at, self.clock.now) + self.machines.event_s
+            self.clock.at(self._free_at, event)
+        else:
+            event()
 
     def run(self, seconds: float) -> None:
         """So long, or until every stream has ended."""

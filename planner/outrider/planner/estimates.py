@@ -4,10 +4,11 @@ target takes by its rows."""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
-from math import prod
+from math import inf, prod
 from operator import mul
 
 from outrider.rpc.errors import ResourceExhausted
@@ -32,6 +33,40 @@ class RunningMean:
     def or_else(self, default: float) -> float:
         """The mean, or a default before the first sample."""
         return self.value if self.weight else default
+
+
+LAGS = 16  # windows that what is usual looks back on
+LATE = 0.9  # share of them that came before
+
+
+@dataclass(slots=True)
+class Lag:
+    """How long after a sequence's commits its next windows came, where none was at hand: in seconds, of late. Until one
+    came it is that of the others; an unknown one is endless."""
+
+    others: Lag | None = None
+    _usual_s: float = inf
+    _late_s: float = inf
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=LAGS))
+
+    @property
+    def usual_s(self) -> float:
+        """The median."""
+        return self._usual_s if self._recent or self.others is None else self.others.usual_s
+
+    @property
+    def late_s(self) -> float:
+        """The 90th percentile."""
+        return self._late_s if self._recent or self.others is None else self.others.late_s
+
+    def add(self, seconds: float) -> None:
+        """A window came, so long after the commit before."""
+        self._recent.append(seconds)
+        known = sorted(self._recent)
+        self._usual_s = known[len(known) // 2]
+        self._late_s = known[min(len(known) - 1, int(LATE * len(known)))]
+        if self.others is not None:
+            self.others.add(seconds)
 
 
 WAIT_MS, LEAST_WAIT_MS, MOST_WAIT_MS = 1000, 50, 60_000
@@ -109,6 +144,11 @@ class Acceptance:
     forgets_untested: bool = False  # with every verification; else a position forgets only where it is tested anew
     accepted: list[float] = field(default_factory=list)
     tested: list[float] = field(default_factory=list)
+
+    @classmethod
+    def certain(cls, chance: float) -> Acceptance:
+        """Known beforehand, of every position."""
+        return cls(accepted=[chance * 1e9], tested=[1e9])
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Counts one verification; one without drafted tokens says nothing."""

@@ -55,6 +55,8 @@ class SharedStats:
     """What all requests of a gateway learn together, since it says more of the machines than of a request."""
 
     costs: VerifyCosts
+    draft_costs: StepTime = field(default_factory=StepTime)  # of a drafted token, by sequences, as the draft says
+    apart: bool = True  # draft and target have machines of their own
     acceptance: Acceptance = field(default_factory=Acceptance)
     hits: RunningMean = field(default_factory=RunningMean)
     between: RunningMean = field(default_factory=RunningMean)  # of a round that waits, outside both models
@@ -65,7 +67,7 @@ class SharedStats:
 
     def of_other_acceptance(self) -> SharedStats:
         """Of requests whose drafts are accepted more or less often: what things take is learned together with these."""
-        return replace(self, acceptance=Acceptance(), hits=RunningMean())
+        return replace(self, acceptance=Acceptance(), hits=RunningMean(), plain={})
 
     def add_step(self, timings: StepTimings, beside_draft: bool, num_running: int) -> None:
         """A step of the target's: all its sequences tell of it, one after another, and the first of them counts."""
@@ -96,6 +98,7 @@ class SharedStats:
 SHARED = 1.5  # sequences in a step, from which on the others make the steps
 MAX_PLAIN = 8  # tokens between two chains
 PRIOR_HITS = 0.7
+CAUTIOUS = 0.5  # acceptance
 UNKNOWN_ROUND_TRIP_US = 1500.0
 
 
@@ -111,12 +114,17 @@ class Forecast:
     round_trips_us: Callable[[], float]
     num_running: Callable[[], int]
 
+    def cautious(self) -> Forecast:
+        """With an acceptance that most drafts have, unless this one's was seen."""
+        seen = self.acceptance.num_tested
+        return self if seen else replace(self, acceptance=Acceptance(Acceptance.certain(CAUTIOUS)))
+
     def us_per_token(self, plan: Plan) -> float:
         """Microseconds; 0 while verification times are unknown."""
         verify = self.verify_us(plan)
         if plan.mode is Mode.OFF:
             return verify
-        late = self.away_us + plan.num_draft_tokens * self.stats.draft_pass.value
+        late = self.away_us + plan.num_draft_tokens * self.draft_us
         tokens = self.tokens(plan.mode, plan.num_draft_tokens)
         if plan.mode is Mode.SEQUENTIAL:
             return in_turn(late, verify, tokens)
@@ -135,9 +143,11 @@ class Forecast:
         lost = self.acceptance.survival(num_drafted) if self.weighs and num_drafted and mode is Mode.CHAINS else 0.0
         return self.acceptance.tokens(num_drafted) - lost
 
-    def verify_us(self, plan: Plan) -> float:
-        """A step in which every sequence has a window of this plan."""
-        return self.stats.costs.at(round(self.sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
+    def verify_us(self, plan: Plan, num_running: int = 0) -> float:
+        """A step in which every sequence has a window of this plan: of so many sequences that run, else of those that
+        do."""
+        sequences = max(1.0, self.stats.share.value * num_running) if num_running else self.sequences
+        return self.stats.costs.at(round(sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
 
     def hit_rate(self, plan: Plan) -> float:
         """How often the window after this one is at hand in time."""
@@ -149,6 +159,11 @@ class Forecast:
     def sequences(self) -> float:
         """Of a step. As many as there are now, not as there were: requests come and go together."""
         return max(1.0, self.stats.share.value * self.num_running())
+
+    @property
+    def draft_us(self) -> float:
+        """Of a drafted token: as measured, else as the draft said at its start."""
+        return self.stats.draft_pass.or_else(self.stats.draft_costs.at(round(self.sequences)))
 
     @property
     def away_us(self) -> float:

@@ -3,13 +3,14 @@ of that: what one verification did, and the sums over a completion's rounds."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from statistics import median
 from typing import NamedTuple, Protocol
 
 from outrider.rpc.messages import Commit
+from outrider.rpc.words.answer import MethodStats, SpeculationStats
 
 MODES_AHEAD = ("chains", "branches")
 
@@ -60,31 +61,12 @@ class Round:
 
 
 @dataclass(slots=True)
-class MethodTally:
-    """Sums over what one method drafted."""
+class SpeculationTally(SpeculationStats):
+    """The sums of a completion as its rounds come in."""
 
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
-@dataclass(slots=True)
-class SpeculationTally:
-    """Sums over one completion, under the meanings of vLLM's spec_decode metrics."""
-
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_forced_tokens: int = 0  # by constraints; drafted ones do not count them
-    num_accepted_forced_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    tested_per_position: list[int] = field(default_factory=list)
-    overheads_us: list[int] = field(default_factory=list)
-    method: str = ""  # that drafts, or several with commas; empty: no draft
-    by_method: dict[str, MethodTally] = field(default_factory=dict)
-    mode: str = ""  # of the last round
-    rounds_by_mode: dict[str, int] = field(default_factory=dict)
+    num_rounds_by_mode: dict[str, int] = field(default_factory=dict)
+    by_method: dict[str, MethodStats] = field(default_factory=dict)
+    overheads_us: list[int] = field(default_factory=list)  # of its rounds, rising
 
     def add(self, closed: Round) -> None:
         """Counts a round; a plain step is a round without a draft."""
@@ -93,32 +75,35 @@ class SpeculationTally:
         self.num_forced_tokens += commit.num_forced
         self.num_accepted_forced_tokens += commit.num_accepted_forced
         self.mode = closed.mode
-        self.rounds_by_mode[closed.mode] = self.rounds_by_mode.get(closed.mode, 0) + 1
+        self.num_rounds_by_mode[closed.mode] = self.num_rounds_by_mode.get(closed.mode, 0) + 1
         if closed.index > 0:  # the first round holds the prompt
-            self.overheads_us.append(closed.overhead_us)
+            self._add_overhead(closed.overhead_us)
         if commit.num_drafted == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += commit.num_drafted
         self.num_accepted_tokens += commit.num_accepted
         for share in closed.drafted_by:
-            of_method = self.by_method.setdefault(share.method, MethodTally())
+            of_method = self.by_method.setdefault(share.method, MethodStats())
             of_method.num_drafts += 1
             of_method.num_draft_tokens += share.num_drafted
             of_method.num_accepted_tokens += share.num_accepted
-        missing = commit.num_drafted - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * missing)
-        self.tested_per_position.extend([0] * missing)
-        for position in range(commit.num_drafted):
-            if position <= commit.num_accepted:
-                self.tested_per_position[position] += 1
-            if position < commit.num_accepted:
-                self.accepted_per_position[position] += 1
+        num_tested = min(commit.num_drafted, commit.num_accepted + 1)
+        tested, accepted = self.num_tested_per_position, self.num_accepted_per_position
+        self.num_tested_per_position = _with_round(tested, num_tested, commit.num_drafted)
+        self.num_accepted_per_position = _with_round(accepted, commit.num_accepted, commit.num_drafted)
 
-    @property
-    def overhead_us(self) -> int:
-        """Median control overhead a round."""
-        return round(median(self.overheads_us)) if self.overheads_us else 0
+    def _add_overhead(self, overhead_us: int) -> None:
+        insort(self.overheads_us, overhead_us)
+        middle, is_odd = divmod(len(self.overheads_us), 2)
+        upper = self.overheads_us[middle]
+        self.overhead_us = upper if is_odd else round((self.overheads_us[middle - 1] + upper) / 2)
+
+
+def _with_round(counts: tuple[int, ...], num_reached: int, num_drafted: int) -> tuple[int, ...]:
+    """Counts by position, and one more for each of the first `num_reached`."""
+    padded = counts + (0,) * (num_drafted - len(counts))
+    return tuple([count + (position < num_reached) for position, count in enumerate(padded)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +187,7 @@ OFF = Plan(Mode.OFF, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PolicyLimits:
     """What a request lets the controller choose."""
 
     base: Policy

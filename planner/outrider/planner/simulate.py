@@ -8,8 +8,28 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Protocol
 
 Action = Callable[[], None]
+LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution
+
+
+class Cancellable(Protocol):
+    """Something that happens later."""
+
+    def cancel(self) -> None:
+        """It will not happen."""
+
+
+class Timers(Protocol):
+    """A clock that does something later: one of virtual time, or the real one (the bench of a gateway's own cost)."""
+
+    @property
+    def now(self) -> float:
+        """Seconds."""
+
+    def call_later(self, delay: float, action: Action) -> Cancellable:
+        """As an event loop's."""
 
 
 class Event:
@@ -71,7 +91,7 @@ class Clock:
         return True
 
 
-class Direction:
+class OneWayLink:
     """One direction of a link: what is sent arrives after a delay, and never before what was sent earlier."""
 
     __slots__ = ("_clock", "_delay", "_last")
@@ -86,18 +106,15 @@ class Direction:
         self._clock.at(self._last, arrive)
 
 
-LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution
-
-
 class Device:
     """A service's device thread: in turns it takes every command that has come, then one step. `step` returns how long
     the step takes, and how long nothing is due after it (None: until a command comes). While a step is under way,
     commands wait."""
 
-    def __init__(self, clock: Clock, step: Callable[[], tuple[float, float | None]]) -> None:
+    def __init__(self, clock: Timers, step: Callable[[], tuple[float, float | None]]) -> None:
         self._clock, self._step = clock, step
         self._inbox: list[Action] = []
-        self._turn_due: Event | None = None
+        self._turn_due: Cancellable | None = None
         self._busy = False
         self.busy_s = 0.0  # of all steps so far
 

@@ -10,7 +10,7 @@ from math import ceil, inf
 from outrider.planner.estimates import Acceptance, RunningMean, StepTime
 from outrider.planner.forecast import Forecast, SharedStats, VerifyCosts
 from outrider.planner.formulas import in_turn
-from outrider.planner.policy import AHEAD, OFF, Limits, Mode, Plan, Policy
+from outrider.planner.policy import AHEAD, OFF, Mode, Plan, Policy, PolicyLimits
 from outrider.planner.virtual_services import MAX_BRANCH_STEPS, MAX_ROWS, DraftQuality
 
 CERTAIN = 1e9  # verifications: an acceptance that is given, not learned
@@ -49,7 +49,7 @@ class Pair:
 
     def plans(self, modes: Iterable[Mode]) -> tuple[Plan, ...]:
         """All that a controller may choose from."""
-        return Limits(Policy(4), self.max_draft_tokens, modes=tuple(modes)).plans
+        return PolicyLimits(Policy(4), self.max_draft_tokens, modes=tuple(modes)).plans
 
 
 @dataclass(frozen=True, slots=True)

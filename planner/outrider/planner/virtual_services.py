@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from outrider.planner.estimates import Acceptance, StepTime
-from outrider.planner.simulate import Clock, Device
+from outrider.planner.estimates import Acceptance, Lag, StepTime
+from outrider.planner.simulate import Device, Timers
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, StepTimings
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.sampling_params import FinishReason
 
 RIGHT = 0  # the target's own token, at every position
 MAX_ROWS = 512  # of a target's step
@@ -80,7 +80,7 @@ class StepPolicy(Protocol):
     def verified(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
         """A window was verified."""
 
-    def hold(self, dues: Sequence[float], now: float) -> float:
+    def hold(self, ready: Sequence[TargetStream], missing: Sequence[TargetStream], now: float) -> float:
         """How long a step that could run now still waits for streams due later, in seconds."""
 
     def stepped(self, num_rows: int, seconds: float, pause_s: float) -> None:
@@ -116,6 +116,8 @@ class TargetStream:
     last_commit: float = 0.0
     ready_since: float = 0.0
     last_step: int = 0
+    last_rows: int = 1
+    lag: Lag = field(default_factory=Lag)
     live: HeldChain | None = None  # that the next window is cut from
 
     def __post_init__(self) -> None:
@@ -159,6 +161,8 @@ class TargetStream:
         self.patience_spent = self.patience_spent and self.committed == self.start
         if was_waiting:
             self.ready_since = max(self.ready_since, now)
+            if self.live is not None and now > self.last_commit:
+                self.lag.add(now - self.last_commit)
 
     def choose(self) -> None:
         """Forgets chains that end at the committed length, or are wrong before it, and finds the next window's."""
@@ -196,26 +200,29 @@ class TargetStream:
 class VirtualTarget:
     """The target service: `costs` are a step's microseconds by its rows."""
 
-    def __init__(self, clock: Clock, costs: StepTime, policy: StepPolicy) -> None:
+    def __init__(self, clock: Timers, costs: StepTime, policy: StepPolicy) -> None:
         self._clock, self._costs, self._policy = clock, costs, policy
         self.device = Device(clock, self._step)
         self.streams: dict[int, TargetStream] = {}
+        self.lag = Lag()  # of all streams
         self.num_rows = self.num_steps = 0
         self._ended = 0.0
 
     def deliver(self, number: int, messages: Sequence[object], reply: Reply) -> None:
         """Messages of a stream arrive."""
-        self.device.put(lambda: self._handle(number, messages, reply))
+        received = self._clock.now
+        self.device.put(lambda: self._handle(number, messages, reply, received))
 
-    def _handle(self, number: int, messages: Sequence[object], reply: Reply) -> None:
-        now = self._clock.now
+    def _handle(self, number: int, messages: Sequence[object], reply: Reply, now: float) -> None:
         for message in messages:
             stream = self.streams.get(number)
             match message:
                 case Open():
                     length = len(message.prompt_ids) + len(message.output_ids)
                     last = len(message.prompt_ids) + message.sampling.max_tokens
-                    self.streams[number] = TargetStream(reply, length, last, last_commit=now, ready_since=now)
+                    self.streams[number] = TargetStream(
+                        reply, length, last, last_commit=now, ready_since=now, lag=Lag(self.lag)
+                    )
                 case Close():
                     self.streams.pop(number, None)
                 case Credit() if stream is not None:
@@ -239,7 +246,9 @@ class VirtualTarget:
         ready = [stream for due, stream in dues if due <= now]
         if not ready:
             return 0.0, max(0.0, min(due for due, _ in dues) - now) if dues else None
-        if hold := self._policy.hold([due for due, _ in dues], now):
+        has_first = any(stream.committed == stream.start for stream in ready)  # a first token waits for nobody
+        missing = [] if has_first else [stream for due, stream in dues if due > now]
+        if hold := self._policy.hold(ready, missing, now):
             return 0.0, hold
         ready.sort(key=lambda stream: stream.last_step)
         windows = self._windows(ready[:MAX_ROWS])
@@ -280,7 +289,7 @@ class VirtualTarget:
         # The first token waits for no draft; later a wait that ran out is not repeated until a piece arrives.
         waited = stream.live is None and stream.idle_at != start and stream.patience > 0
         stream.patience_spent = start != stream.start and (stream.patience_spent or waited)
-        stream.last_step = self.num_steps
+        stream.last_step, stream.last_rows = self.num_steps, window + 1
         stream.choose()
         stream.last_commit = stream.ready_since = self._ended
         finished = stream.committed >= stream.last
@@ -300,7 +309,7 @@ class VirtualTarget:
 
 
 @dataclass(slots=True, eq=False)
-class DraftedChain:
+class SimulatedChain:
     """A chain or a branch at the draft: to where it reaches, is right, and has left."""
 
     number: int
@@ -332,8 +341,8 @@ class DraftStream:
     reply: Reply
     text: Text
     committed: int
-    chain: DraftedChain
-    branches: list[DraftedChain] = field(default_factory=list)
+    chain: SimulatedChain
+    branches: list[SimulatedChain] = field(default_factory=list)
     until: int = 0
     window: int = 0  # tokens of a full piece
     max_branches: int = 0
@@ -370,17 +379,17 @@ class DraftStream:
 
     def _restart(self) -> None:
         self.last_chain += 1
-        self.chain = DraftedChain(self.last_chain, self.committed, self.committed, self.committed)
+        self.chain = SimulatedChain(self.last_chain, self.committed, self.committed, self.committed)
         self.branches.clear()
         self.survived = False
 
-    def draw(self, chain: DraftedChain) -> None:
+    def draw(self, chain: SimulatedChain) -> None:
         """The next token of a chain."""
         if chain.right == chain.length and self.text.rank(chain.length) == 0:
             chain.right += 1
         chain.length += 1
 
-    def end_of(self, branch: DraftedChain) -> int:
+    def end_of(self, branch: SimulatedChain) -> int:
         """Where a branch rests until it is chosen: after a window, or after two where all of one may well hold."""
         return min(branch.position + 1 + self.window + branch.goes_on * (self.window + 1), self.until)
 
@@ -407,7 +416,7 @@ class DraftStream:
             right += right == position and self.text.rank(position) == rank
             self.last_chain += 1
             goes_on = -chance * whole >= LEAST_CHANCE
-            branch = DraftedChain(self.last_chain, position + 1, right, position, 0, number, position, rank, -chance)
+            branch = SimulatedChain(self.last_chain, position + 1, right, position, 0, number, position, rank, -chance)
             branch.goes_on = goes_on
             self.branches.append(branch)
 
@@ -428,7 +437,7 @@ class DraftStream:
             self.idle_at = self.committed
             yield DraftTokens(0, chain.number, self.committed, ())
 
-    def _pieces_of(self, branch: DraftedChain) -> Iterator[DraftTokens]:
+    def _pieces_of(self, branch: SimulatedChain) -> Iterator[DraftTokens]:
         rests = branch.length >= self.end_of(branch)
         while unsent := branch.length - branch.sent:
             full = self.window + (branch.sent == branch.position)
@@ -440,7 +449,7 @@ class DraftStream:
 class VirtualDraft:
     """The draft service: `costs` are a pass's microseconds by its rows, one for each chain and branch."""
 
-    def __init__(self, clock: Clock, costs: StepTime, quality: DraftQuality) -> None:
+    def __init__(self, clock: Timers, costs: StepTime, quality: DraftQuality) -> None:
         self._costs, self._quality = costs, quality
         self.device = Device(clock, self._step)
         self.streams: dict[int, DraftStream] = {}
@@ -457,7 +466,7 @@ class VirtualDraft:
             match message:
                 case Open():
                     length, first = len(message.prompt_ids) + len(message.output_ids), message.first_chain
-                    chain = DraftedChain(first, length, length, length)
+                    chain = SimulatedChain(first, length, length, length)
                     self.streams[number] = DraftStream(reply, text, length, chain, last_chain=first)
                 case Close():
                     self.streams.pop(number, None)
@@ -481,10 +490,10 @@ class VirtualDraft:
                 stream.reply(piece, 1e-6 * took_us)
         return 1e-6 * took_us, 0.0 if steps else None
 
-    def _branch_steps(self) -> list[tuple[DraftStream, DraftedChain]]:
+    def _branch_steps(self) -> list[tuple[DraftStream, SimulatedChain]]:
         """The branches of the next pass: those of a sequence begin once its window is drafted."""
         branching = [stream for stream in self.streams.values() if stream.max_branches and stream.window]
-        steps: list[tuple[DraftStream, DraftedChain]] = []
+        steps: list[tuple[DraftStream, SimulatedChain]] = []
         for stream in branching:
             most = min(stream.max_branches, max(1, MAX_BRANCH_STEPS // len(branching)))
             drafted = stream.chain.length >= min(stream.committed + stream.window, stream.until)

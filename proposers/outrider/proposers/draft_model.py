@@ -19,7 +19,8 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
 )
-from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
+from outrider.proposers.device_draft import DeviceChains
+from outrider.proposers.device_draw import MOST_PASSES
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftSampling
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.tree import Fork, GrowingTree, grow
@@ -98,7 +99,7 @@ def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:
     if runner.captured is None:
         return None
     with torch.cuda.device(runner.model.device):
-        return DeviceChains(runner.captured, runner.model.vocab_size, mass)
+        return DeviceChains(runner.captured, mass)
 
 
 def append_drawn(row: DraftRows, drawn: DraftedToken) -> list[DraftedToken]:

@@ -15,9 +15,9 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar.masks import ALL_BITS, num_words
 from outrider.engine.random import RandomRange, RandomSource, noise_source, word_source
 from outrider.engine.sampler import SamplingRows, assemble
-from outrider.engine.token_masks import ALL_BITS, num_words
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
     adjust_logits,
@@ -89,7 +89,7 @@ class Drawer:
     """Draws on the host, for many sequences at once."""
 
     def __init__(self, vocab_size: int, device: torch.device, mass: float = DEFAULT_MASS) -> None:
-        self._vocab_size, self._device, self._mass = vocab_size, device, mass
+        self._vocab_size, self._device, self.mass = vocab_size, device, mass  # that a vector of weights holds
         self._words = word_source(device)
         self._vocabularies: dict[PairMap | None, DrawnVocabulary] = {}
 
@@ -145,7 +145,7 @@ class Drawer:
         if bool(invalid.any()):
             probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
         words = self._words.rows([row.span() for row in rows])  # [rows, 4]
-        samples = draft_sample(probs, words, self._mass)
+        samples = draft_sample(probs, words, self.mass)
         starts = (4 * samples.entry_starts).tolist()  # in bytes
         ids, weights = pack(samples.entry_ids), pack(samples.entry_weights)
         entries = [(ids[start:end], weights[start:end]) for start, end in pairwise(starts)]

@@ -92,11 +92,15 @@ class ReencodedText(DraftText):
         """Whether the text begins, anew after a special token."""
         return not self._text or self._text[-MARK_BYTES:].startswith(MARK)
 
+    @property
+    def _said_none(self) -> bool:
+        """Whether the last settled token says nothing, as a lone space at the start."""
+        return bool(self._ends) and self._ends[-1] == (self._ends[-2] if len(self._ends) > 1 else 0)
+
     def _tell(self, ids: Sequence[int]) -> None:
         """Adds the target's tokens to the text."""
         for token_id in ids:
-            said_none = bool(self._ends) and self._ends[-1] == (self._ends[-2] if len(self._ends) > 1 else 0)
-            self._text += self.pair.told(token_id, self._at_start and not said_none)  # a lone space at the start, say
+            self._text += self.pair.told(token_id, self._at_start and not self._said_none)
             self._tokens.append(token_id)
             self._ends.append(len(self._text))
 
@@ -111,7 +115,9 @@ class ReencodedText(DraftText):
         cannot say it. The last word is not waited for where it fills what is wanted."""
         start = self._settled_end
         text, special = bytes(self._text[start:]), chunk.startswith(MARK)
-        written = self.pair.target.say(self._before(start), text if special else text + chunk)
+        before = self._before(start)
+        before = b"" if before is None and self._said_none else before  # it has begun
+        written = self.pair.target.say(before, text if special else text + chunk)
         if written is None:
             return None
         if special:
@@ -126,6 +132,7 @@ class ReencodedText(DraftText):
         if same < len(self._text):
             first = max(self._num_start, kept - OVERLAP)
             start = self._own_ends[first - 1] if first else 0
+            first = first if start else self._num_start  # a first token may say nothing: it is written again, too
             read = self.pair.read(self._before(start), bytes(self._text[start:]))
             new = [entry._replace(end=start + entry.end) for entry in read]
             kept = first + _common_length([entry.token_id for entry in new], own[first:])

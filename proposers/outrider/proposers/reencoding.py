@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from outrider.proposers.vocabulary_map import LexiconLike, Speller, Token, VocabularyMap
+from outrider.proposers.vocabulary_map import Speller, VocabularyMap
+from outrider.rpc.words.lexicon import Lexicon, Token
 
 MARK = b"\xff"  # in no text of UTF-8
 MARK_BYTES = 9  # with the id
@@ -46,7 +47,7 @@ class Written(NamedTuple):
 class Writer:
     """A vocabulary, and how its tokenizer writes a text."""
 
-    def __init__(self, lexicon: LexiconLike, encode: Encode) -> None:
+    def __init__(self, lexicon: Lexicon, encode: Encode) -> None:
         self.lexicon, self._encode = lexicon, encode
         self._speller = Speller.of(lexicon)
         self._says_all_bytes = all(bytes([byte]) in self._speller.ids_of for byte in range(256))
@@ -56,7 +57,7 @@ class Writer:
     def content(self, token_id: int) -> bytes:
         """The bytes that a token stands for; of a special one its name."""
         token = self.lexicon.tokens[token_id] if token_id < len(self.lexicon.tokens) else None
-        return b"" if token is None else token[1].replace(MARK, b"\xef\xbf\xbd")
+        return b"" if token is None else token.content.replace(MARK, b"\xef\xbf\xbd")
 
     def text(self, token_id: int, at_start: bool) -> bytes:
         """The same without the space that stands before the first word alone in tokens."""
@@ -66,7 +67,7 @@ class Writer:
     def is_special(self, token_id: int) -> bool:
         """Whether it is no text."""
         token = self.lexicon.tokens[token_id] if token_id < len(self.lexicon.tokens) else None
-        return token is not None and token[0] == "special"
+        return token is not None and token.kind == "special"
 
     def can_say(self, text: bytes) -> bool:
         """Whether there are tokens for these bytes."""

@@ -8,22 +8,23 @@ import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from outrider.proposers.base import TokenProposer
+from outrider.rpc.words.request import split_methods
 
 
 class NgramSettings(BaseModel):
-    """Of prompt lookup."""
+    """What prompt lookup is told."""
 
     prompt_lookup_min: int | None = Field(None, ge=1, description="shortest n-gram that is looked up (default: 5)")
     prompt_lookup_max: int | None = Field(None, ge=1, description="longest n-gram that is looked up (default: 5)")
 
 
 class SuffixSettings(BaseModel):
-    """Of suffix decoding; vLLM's names, but for the store's."""
+    """What suffix decoding is told: vLLM's names, but for the store's."""
 
     suffix_decoding_max_tree_depth: int = Field(
         24, ge=1, le=1024, description="most tokens of a context that is looked up, and of a draft"
@@ -42,24 +43,24 @@ class SuffixSettings(BaseModel):
         None, description="file that keeps the store between two runs: outputs in plain text, its owner's to read"
     )
     suffix_store_minutes: float = Field(
-        5.0, gt=0, description="time between two writes of that file, so much of which a sudden end may lose"
+        5.0,
+        gt=0,
+        description="minutes between two writes of suffix-store-file; a sudden end loses what came since the last",
     )
 
 
 class MethodSettings(NgramSettings, SuffixSettings):
     """What a process is told that drafts: the settings of every method."""
 
+    subjects: ClassVar[Mapping[str, str]] = {"allow_code": "methods without a model"}
+
     allow_code: bool = Field(
         False, description="a method may be package.module.Class: your own class, imported and run in this process"
     )
 
-    def of_methods(self) -> dict[str, Any]:
-        """What was set, for a process that is started with the same."""
-        return {name: getattr(self, name) for name in MethodSettings.model_fields if name in self.model_fields_set}
-
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class DraftingMethod:
     """A way of drafting."""
 
     name: str
@@ -73,38 +74,38 @@ class Method:
     learns: bool = False  # from finished sequences, others' too: there only where it is the one asked for
 
     def load(self) -> Any:
-        """The factory, imported."""
+        """The factory, which is imported now."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
 _ROWS = (
-    Method(
+    DraftingMethod(
         "draft_model",
         "any small model; it may have another tokenizer than the target",
         "outrider.proposers.draft_model:DraftModelProposer",
         needs_model=True,
         one_hot=False,
     ),
-    Method(
+    DraftingMethod(
         "ngram",
         "n-gram lookup in the text so far, without a model",
         "outrider.proposers.ngram:NgramProposer",
         NgramSettings,
     ),
-    Method(
+    DraftingMethod(
         "suffix",
         "lookup in the text so far and in earlier answers, without a model",
         "outrider.proposers.suffix.proposer:SuffixProposer",
         SuffixSettings,
         learns=True,
     ),
-    Method(
+    DraftingMethod(
         "prediction",
         "the request's own guess at the answer (its field prediction), without a model",
         "outrider.proposers.prediction:PredictionProposer",
     ),
-    Method(
+    DraftingMethod(
         "pard",
         "a small model that was trained to give all tokens of a window in one pass",
         "outrider.proposers.pard:PardProposer",
@@ -112,17 +113,19 @@ _ROWS = (
         one_hot=False,
     ),
 )
-METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}  # of a draft
+METHODS: Mapping[str, DraftingMethod] = {row.name: row for row in _ROWS}  # of a draft
 
 
-def _head(name: str, summary: str) -> Method:
+def _head(name: str, summary: str) -> DraftingMethod:
     """A head drafts in the target's process (`outrider target --head`), from the states that its steps leave; its
     factory is for the loader of heads, which knows the layouts."""
     factory = "outrider.proposers.heads.loading:load_head"
-    return Method(name, summary, factory, needs_model=True, needs_features=True, one_hot=False, can_run_ahead=False)
+    return DraftingMethod(
+        name, summary, factory, needs_model=True, needs_features=True, one_hot=False, can_run_ahead=False
+    )
 
 
-HEADS: Mapping[str, Method] = {
+HEADS: Mapping[str, DraftingMethod] = {
     row.name: row
     for row in (
         _head("eagle", "a decoder layer beside the target that goes on from its last hidden states"),
@@ -178,9 +181,9 @@ def is_class(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str) -> DraftingMethod:
     """The row of a method; a class of the user's own has none in the table, and no model."""
-    return METHODS.get(name) or HEADS.get(name) or Method(name, "a class of your own", "")
+    return METHODS.get(name) or HEADS.get(name) or DraftingMethod(name, "a class of your own", "")
 
 
 def check_method(name: str, allow_code: bool) -> str:
@@ -196,11 +199,6 @@ def check_method(name: str, allow_code: bool) -> str:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"there is no method {name!r:.100}: {hint}allowed: {CHOICES}, or package.module.Class")
     return name
-
-
-def split_methods(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
 
 
 def list_problem(names: Sequence[str]) -> str:

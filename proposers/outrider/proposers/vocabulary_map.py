@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
-Token = tuple[str, bytes]  # kind (text, byte or special) and content
+from outrider.rpc.words.lexicon import Lexicon, Token
+
 ROLES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")  # first the surest
 STAND_INS = ("unk_token", "eos_token", "bos_token", "pad_token")  # for what cannot be spelled
-
-
-class LexiconLike(Protocol):
-    """What is read of a vocabulary."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def tokens(self) -> Sequence[Token | None]: ...  # by id; None: no token
-    @property
-    def roles(self) -> Mapping[str, int]: ...  # ids of the special tokens by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +25,7 @@ class Speller:
     longest: int  # of them, in bytes
 
     @classmethod
-    def of(cls, lexicon: LexiconLike) -> Self:
+    def of(cls, lexicon: Lexicon) -> Self:
         """Of several tokens of the same bytes the lowest."""
         found = _first_ids(lexicon, _letters)
         ids_of = {content: token_id for content, token_id in found.items() if isinstance(content, bytes)}
@@ -58,15 +48,15 @@ class Speller:
 class VocabularyMap:
     """From the target's ids to the draft's and back. No two ids have the same counterpart."""
 
-    target: LexiconLike
-    draft: LexiconLike
+    target: Lexicon
+    draft: Lexicon
     to_draft: Mapping[int, int]  # by rising target id
     to_target: Mapping[int, int]
     _speller: Speller  # of the draft
     _spelled: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def between(cls, target: LexiconLike, draft: LexiconLike) -> Self:
+    def between(cls, target: Lexicon, draft: Lexicon) -> Self:
         """Made once for a pair. Tokens of one kind are matched first, then bytes with texts of one byte, then special
         tokens by their roles."""
         pairs: dict[int, int] = {}
@@ -118,11 +108,11 @@ class VocabularyMap:
         token = self.target.tokens[token_id] if token_id < len(self.target.tokens) else None
         if token is None:
             return ()
-        if token[0] == "special":  # the draft may have one token for several roles
+        if token.kind == "special":  # the draft may have one token for several roles
             names = [role for role in ROLES if self.target.roles.get(role) == token_id and role in self.draft.roles]
             if names:
                 return (self.draft.roles[names[0]],)
-        return self._speller.fewest_tokens(token[1])
+        return self._speller.fewest_tokens(token.content)
 
     @property
     def stand_in(self) -> int:
@@ -139,7 +129,7 @@ def _letters(token: Token) -> bytes | None:
     return None if kind == "special" else content or None
 
 
-def _match(pairs: dict[int, int], target: LexiconLike, draft: LexiconLike, key: Key) -> None:
+def _match(pairs: dict[int, int], target: Lexicon, draft: Lexicon, key: Key) -> None:
     """Adds to the pairs the ids of equal keys that have no counterpart yet; of several the lowest."""
     taken = set(pairs.values())
     theirs = _first_ids(draft, key, without=taken)
@@ -148,7 +138,7 @@ def _match(pairs: dict[int, int], target: LexiconLike, draft: LexiconLike, key: 
             pairs[token_id] = theirs[found]
 
 
-def _first_ids(lexicon: LexiconLike, key: Key, without: Iterable[int] = ()) -> dict[Token | bytes, int]:
+def _first_ids(lexicon: Lexicon, key: Key, without: Iterable[int] = ()) -> dict[Token | bytes, int]:
     """The lowest id of every key."""
     left_out = set(without)
     first: dict[Token | bytes, int] = {}

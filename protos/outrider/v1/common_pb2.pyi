@@ -25,7 +25,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter", "media", "resumed", "fresh_seed")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter", "media", "resumed", "fresh_seed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,7 +39,6 @@ class Open(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHAIN_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ONE_HOT_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +69,6 @@ class Open(_message.Message):
     timeout_ms: int
     first_chain: int
     priority: int
-    features: bool
     salt: str
     traceparent: str
     one_hot: bool
@@ -88,7 +86,7 @@ class Open(_message.Message):
     media: _containers.RepeatedCompositeFieldContainer[MediaInfo]
     resumed: bool
     fresh_seed: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaInfo, _Mapping]]] = ..., resumed: bool = ..., fresh_seed: bool = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaInfo, _Mapping]]] = ..., resumed: bool = ..., fresh_seed: bool = ...) -> None: ...
 
 class MediaInfo(_message.Message):
     __slots__ = ("mime_type", "num_bytes", "sha256")
@@ -175,16 +173,26 @@ class Piece(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., chain: _Optional[int] = ..., parent: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TokenWeights, _Mapping]]] = ..., more: bool = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class DraftMethod(_message.Message):
-    __slots__ = ("name", "needs_features", "can_run_ahead", "learns")
+    __slots__ = ("name", "needs_features", "can_run_ahead", "learns", "step_costs")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     CAN_RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     LEARNS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     needs_features: bool
     can_run_ahead: bool
     learns: bool
-    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
+    step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
+    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("num_rows", "step_us")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_US_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    step_us: int
+    def __init__(self, num_rows: _Optional[int] = ..., step_us: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("sequence_id", "until", "max_window", "patience_ms", "max_branches")
@@ -231,7 +239,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("sequence_id", "position", "chain", "num_drafted", "num_accepted", "ids", "origins", "logprobs", "features", "finish_reason", "stop_token_id", "dropped", "timings", "load", "num_cached_ids", "num_forced")
+    __slots__ = ("sequence_id", "position", "chain", "num_drafted", "num_accepted", "ids", "origins", "logprobs", "finish_reason", "stop_token_id", "dropped", "timings", "load", "num_cached_ids", "num_forced")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
@@ -240,7 +248,6 @@ class Commit(_message.Message):
     IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
@@ -256,7 +263,6 @@ class Commit(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[_generation_pb2.TokenOrigin]
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
-    features: bytes
     finish_reason: _generation_pb2.FinishReason
     stop_token_id: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
@@ -264,4 +270,4 @@ class Commit(_message.Message):
     load: Load
     num_cached_ids: int
     num_forced: int
-    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., chain: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_generation_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., features: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_cached_ids: _Optional[int] = ..., num_forced: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., chain: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_generation_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_cached_ids: _Optional[int] = ..., num_forced: _Optional[int] = ...) -> None: ...

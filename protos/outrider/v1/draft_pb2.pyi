@@ -108,7 +108,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("model", "methods", "capabilities", "version", "default_methods", "vocabularies", "max_vocabulary_bytes", "info_version")
+    __slots__ = ("model", "methods", "capabilities", "version", "default_methods", "vocabularies", "max_vocabulary_bytes", "info_version", "machine")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class GetDraftInfoResponse(_message.Message):
     VOCABULARIES_FIELD_NUMBER: _ClassVar[int]
     MAX_VOCABULARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     INFO_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     methods: _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftMethod]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
@@ -125,4 +126,5 @@ class GetDraftInfoResponse(_message.Message):
     vocabularies: _containers.RepeatedCompositeFieldContainer[DraftVocabulary]
     max_vocabulary_bytes: int
     info_version: int
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ..., vocabularies: _Optional[_Iterable[_Union[DraftVocabulary, _Mapping]]] = ..., max_vocabulary_bytes: _Optional[int] = ..., info_version: _Optional[int] = ...) -> None: ...
+    machine: str
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ..., vocabularies: _Optional[_Iterable[_Union[DraftVocabulary, _Mapping]]] = ..., max_vocabulary_bytes: _Optional[int] = ..., info_version: _Optional[int] = ..., machine: _Optional[str] = ...) -> None: ...

@@ -26,7 +26,7 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"h\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\x16\n\x14GetTargetInfoRequest\"\xae\x02\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12)\n\x07methods\x18\x07 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12&\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x14.outrider.v1.Adapter\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\".\n\x15UnloadAdapterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"-\n\x08StepCost\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r2\xd8\x02\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponse\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"h\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\x16\n\x14GetTargetInfoRequest\"\xbf\x02\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12)\n\x07methods\x18\x07 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12&\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x14.outrider.v1.Adapter\x12\x0f\n\x07machine\x18\n \x01(\t\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\".\n\x15UnloadAdapterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r2\xd8\x02\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponse\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,17 +46,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTARGETINFOREQUEST']._serialized_start=835
   _globals['_GETTARGETINFOREQUEST']._serialized_end=857
   _globals['_GETTARGETINFORESPONSE']._serialized_start=860
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=1162
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1164
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1212
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1214
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1274
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1276
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1312
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1314
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1360
-  _globals['_STEPCOST']._serialized_start=1362
-  _globals['_STEPCOST']._serialized_end=1407
-  _globals['_TARGETSERVICE']._serialized_start=1410
-  _globals['_TARGETSERVICE']._serialized_end=1754
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=1179
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1181
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1229
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1231
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1291
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1293
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1329
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1331
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1377
+  _globals['_TARGETSERVICE']._serialized_start=1380
+  _globals['_TARGETSERVICE']._serialized_end=1724
 # @@protoc_insertion_point(module_scope)

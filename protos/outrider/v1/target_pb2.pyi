@@ -65,7 +65,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters")
+    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters", "machine")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -75,16 +75,18 @@ class GetTargetInfoResponse(_message.Message):
     METHODS_FIELD_NUMBER: _ClassVar[int]
     INFO_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     max_window: int
     load: _common_pb2.Load
-    step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
+    step_costs: _containers.RepeatedCompositeFieldContainer[_common_pb2.StepCost]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
     methods: _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftMethod]
     info_version: int
     adapters: _containers.RepeatedCompositeFieldContainer[_generation_pb2.Adapter]
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    machine: str
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ..., machine: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")
@@ -111,11 +113,3 @@ class UnloadAdapterResponse(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     num_sequences: int
     def __init__(self, num_sequences: _Optional[int] = ...) -> None: ...
-
-class StepCost(_message.Message):
-    __slots__ = ("num_rows", "step_us")
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    STEP_US_FIELD_NUMBER: _ClassVar[int]
-    num_rows: int
-    step_us: int
-    def __init__(self, num_rows: _Optional[int] = ..., step_us: _Optional[int] = ...) -> None: ...

@@ -5,13 +5,14 @@ above them (`frames`) is written once for all four directions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from outrider.rpc.field_codec import Codec, by_fields, each, unless
+from outrider.rpc.generation_codec import FINISH, POSITIONS
 from outrider.rpc.media import Media
 from outrider.rpc.messages import (
     Adapter,
@@ -28,79 +29,19 @@ from outrider.rpc.messages import (
     Load,
     ModelInfo,
     Open,
-    PositionLogprobs,
     PromptLogprobs,
-    Reasoning,
     Reloaded,
     StepTimings,
     TargetInfo,
-    TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import (
-    BASELINE,
-    AcceptanceRule,
-    FinishReason,
-    TokenOrigin,
-    decode_acceptance,
-    decode_default_sampling,
-    decode_sampling,
-    encode_sampling,
-)
+from outrider.rpc.sampling_codec import decode_acceptance, decode_default_sampling, decode_sampling, encode_sampling
 from outrider.rpc.status import make_status, parse_details
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import BASELINE, AcceptanceRule, TokenOrigin
+from outrider.rpc.words.structured import Reasoning
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
-
-M = TypeVar("M")
-P = TypeVar("P")
-
-
-@dataclass(frozen=True, slots=True)
-class Codec(Generic[M, P]):
-    """Both ways between a dataclass and its protobuf message, or between two forms of one field."""
-
-    encode: Callable[[M], P]
-    decode: Callable[[P], M]
-
-
-def by_fields(kind: type[M], proto: type[P], **others: Codec[Any, Any]) -> Codec[M, P]:
-    """The codec of a dataclass whose message has fields of the same names. Lists are tuples, and an optional number
-    that is absent is None; the fields in `others` have codecs of their own."""
-    names = [one.name for one in fields(kind) if one.init]  # type: ignore[arg-type]  # M is a dataclass
-    readers = [_reader(proto, name, others.get(name)) for name in names]
-
-    def encode(message: M) -> P:
-        values = {name: getattr(message, name) for name in names}  # protobuf leaves None out
-        for name, codec in others.items():
-            values[name] = codec.encode(values[name])
-        return proto(**values)
-
-    def decode(message: P) -> M:
-        return kind(*[read(message) for read in readers])
-
-    return Codec(encode, decode)
-
-
-def _reader(proto: type[Any], name: str, codec: Codec[Any, Any] | None) -> Callable[[Any], Any]:
-    get = attrgetter(name)
-    if codec is not None:
-        decode = codec.decode
-        return lambda message: decode(get(message))
-    if isinstance(get(proto()), MutableSequence):
-        return lambda message: tuple(get(message))
-    if proto.DESCRIPTOR.fields_by_name[name].has_presence:
-        return lambda message: get(message) if message.HasField(name) else None
-    return get
-
-
-def each(codec: Codec[M, P]) -> Codec[tuple[M, ...], Iterable[P]]:
-    """Of every entry of a list."""
-    return Codec(lambda values: map(codec.encode, values), lambda entries: tuple(map(codec.decode, entries)))
-
-
-def unless(default: M, codec: Codec[M, Any]) -> Codec[M, Any]:
-    """A field that is absent where it holds the default."""
-    return Codec(lambda value: None if value == default else codec.encode(value), codec.decode)
 
 
 def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
@@ -111,21 +52,6 @@ def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
 def _decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
     """One position's distribution. Fields of unequal length are kept: the verifier treats them as one-hot."""
     return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
-
-
-def encode_position_logprobs(position: PositionLogprobs) -> generation_pb2.PositionLogprobs:
-    """One position's candidates. Fields set one by one take a third of the time of a message built and copied."""
-    out = generation_pb2.PositionLogprobs()
-    add = out.candidates.add
-    for token, logprob, rank in position:
-        candidate = add()
-        candidate.id, candidate.logprob, candidate.rank = token, logprob, rank
-    return out
-
-
-def decode_position_logprobs(message: generation_pb2.PositionLogprobs) -> PositionLogprobs:
-    """One position's candidates."""
-    return tuple([TokenLogprob(entry.id, entry.logprob, entry.rank) for entry in message.candidates])
 
 
 def _encode_failure(message: Failure) -> pb.Failure:
@@ -163,6 +89,29 @@ def _encode_credit(message: Credit) -> pb.Credit:
     )
 
 
+def _encode_header(header: FrameHeader) -> pb.FrameHeader:
+    """Written out, as is its reading: every frame has one."""
+    return pb.FrameHeader(
+        number=header.number,
+        last_seen=header.last_seen,
+        held_us=header.held_us,
+        step_age_ms=header.step_age_ms,
+        draining=header.draining,
+        info_version=header.info_version,
+    )
+
+
+def _decode_header(message: pb.FrameHeader) -> FrameHeader:
+    return FrameHeader(
+        message.number,
+        message.last_seen,
+        message.held_us,
+        message.step_age_ms,
+        message.draining,
+        message.info_version,
+    )
+
+
 def _decode_commit(message: pb.Commit) -> Commit:
     """Written out: every round has one."""
     said, load = message.timings, message.load
@@ -178,9 +127,8 @@ def _decode_commit(message: pb.Commit) -> Commit:
         message.chain if message.HasField("chain") else None,
         message.num_drafted,
         message.num_accepted,
-        _POSITIONS.decode(message.logprobs) if message.logprobs else (),
-        message.features,
-        _FINISH.decode(message.finish_reason),
+        POSITIONS.decode(message.logprobs) if message.logprobs else (),
+        FINISH.decode(message.finish_reason),
         message.stop_token_id if message.HasField("stop_token_id") else None,
         tuple(message.dropped) if message.dropped else (),
         timings,
@@ -215,28 +163,23 @@ def _as_it_came(codec: Codec[Any, Any]) -> Codec[Any, Any]:
 
 
 _ORIGINS = {int(origin): origin for origin in TokenOrigin}
-_POSITIONS = each(Codec(encode_position_logprobs, decode_position_logprobs))
 _OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
 _OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
 _REASONING_FIELDS = by_fields(Reasoning, pb.Reasoning)
-_REASONING: Codec[Reasoning | None, Any] = Codec(
-    lambda reasoning: None if reasoning is None else _REASONING_FIELDS.encode(reasoning),
-    lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None,
+_REASONING: Codec[Any, Any] = Codec(
+    _REASONING_FIELDS.encode, lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None
 )
 _MEDIA: Codec[Media, pb.MediaInfo] = Codec(
     lambda media: pb.MediaInfo(mime_type=media.mime_type, num_bytes=len(media.data), sha256=media.digest),
     lambda info: Media(info.mime_type, b"", info.sha256),  # the bytes come in slices
 )
-_FINISH: Codec[FinishReason | None, int] = Codec(
-    lambda reason: int(reason or 0), lambda number: FinishReason(number) if number else None
-)
 _CAPABILITIES: Codec[tuple[str, ...], Iterable[str]] = Codec(tuple, lambda names: tuple(names) or BASELINE)
-_STEP_COST: Codec[tuple[int, int], target_pb2.StepCost] = Codec(
-    lambda cost: target_pb2.StepCost(num_rows=cost[0], step_us=cost[1]), lambda cost: (cost.num_rows, cost.step_us)
+_STEP_COST: Codec[tuple[int, int], pb.StepCost] = Codec(
+    lambda cost: pb.StepCost(num_rows=cost[0], step_us=cost[1]), lambda cost: (cost.num_rows, cost.step_us)
 )
 
 # A message's codec says no more than what is not plain. Open and Failure are not of their dataclasses' fields alone.
-HEADER = by_fields(FrameHeader, pb.FrameHeader)
+HEADER = Codec(_encode_header, _decode_header)
 LOAD = by_fields(Load, pb.Load)
 TIMINGS = by_fields(StepTimings, pb.StepTimings)
 _OPEN = by_fields(
@@ -248,13 +191,13 @@ CLOSED = by_fields(Closed, pb.Closed)
 FAILURE = Codec(_encode_failure, _decode_failure)
 PIECE = _as_it_came(by_fields(DraftTokens, pb.Piece, weights=each(Codec(_encode_weights, _decode_weights))))
 CREDIT = Codec(_encode_credit, by_fields(Credit, pb.Credit).decode)
-PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=_POSITIONS)
+PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=POSITIONS)
 _COMMIT = by_fields(
     Commit,
     pb.Commit,
     origins=each(Codec(int, TokenOrigin)),
-    logprobs=_POSITIONS,
-    finish_reason=_FINISH,
+    logprobs=POSITIONS,
+    finish_reason=FINISH,
     timings=unless(StepTimings(), TIMINGS),
     load=unless(Load(), LOAD),
 )
@@ -262,7 +205,7 @@ COMMIT = _as_it_came(Codec(_COMMIT.encode, _decode_commit))
 MODEL_INFO = by_fields(
     ModelInfo, generation_pb2.ModelInfo, default_sampling=Codec(encode_sampling, decode_default_sampling)
 )
-_METHODS = each(by_fields(DraftMethod, pb.DraftMethod))
+_METHODS = each(by_fields(DraftMethod, pb.DraftMethod, step_costs=each(_STEP_COST)))
 DRAFT_INFO = by_fields(
     DraftInfo,
     draft_pb2.GetDraftInfoResponse,

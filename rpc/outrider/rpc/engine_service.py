@@ -4,6 +4,7 @@ signal ends it or the thread that owns the engine's device does."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -16,18 +17,19 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import model_name
 from outrider.rpc.logs import setup_logging
-from outrider.rpc.messages import ModelInfo
-from outrider.rpc.sampling_params import SamplingParams, validate_sampling
+from outrider.rpc.messages import ModelInfo, validate_sampling
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.settings import ModelSettings, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.words.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.rpc.metrics import Metrics
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DEVICE_TIMEOUT_S = 30.0  # a step that takes longer is a dead device; a long prefill below that is not
 
 
@@ -150,6 +152,14 @@ def build_service(
         health_address=settings.health,
     )
     return EngineService(server, servicer, engine, thread, metrics)
+
+
+def this_machine() -> str:
+    """The same for all processes of a machine, those in containers, too, until it starts again; empty: unknown."""
+    try:
+        return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def info_of(

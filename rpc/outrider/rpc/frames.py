@@ -209,7 +209,7 @@ class FramePacker:
                 self._append_urgent(sequence_id, entry, size)
             else:
                 lane.append(entry)
-            if is_last(message):  # as in `push`: the draft learns from it, whatever follows
+            if type(message) is Commit and message.finish_reason is not None:  # as in `push`: the draft learns from it
                 self._finished.add(sequence_id)
 
     def next_frame(self) -> list[Any] | None:

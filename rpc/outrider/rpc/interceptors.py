@@ -104,7 +104,6 @@ class ErrorInterceptor(CallInterceptor):
 
     @asynccontextmanager
     async def around(self, method: str, context: Any) -> AsyncIterator[None]:
-        """As the base's."""
         try:
             yield
         except Exception as error:
@@ -123,7 +122,6 @@ class Gate(CallInterceptor):
 
     @asynccontextmanager
     async def around(self, method: str, context: Any) -> AsyncIterator[None]:
-        """As the base's."""
         await self._check(method, context)
         yield
 
@@ -171,7 +169,6 @@ class Crowd(CallInterceptor):
 
     @asynccontextmanager
     async def around(self, method: str, context: Any) -> AsyncIterator[None]:
-        """As the base's."""
         room = next(room for start, room in self._rooms.items() if method.startswith(start))
         with room.place(self._caller_of(context)):
             yield

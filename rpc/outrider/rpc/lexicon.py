@@ -5,32 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from outrider.rpc.vocabulary import byte_level_bytes, fingerprint, token_bytes
-
-
-class Token(NamedTuple):
-    """What an id stands for, however its tokenizer writes that down."""
-
-    kind: Literal["text", "byte", "special"]  # byte: a piece that stands for one byte where no text fits
-    content: bytes  # of the text; of a special token its name
-
-
-@dataclass(frozen=True, slots=True)
-class Lexicon:
-    """The tokens of a vocabulary."""
-
-    fingerprint: str
-    tokens: tuple[Token | None, ...]  # by id; None: no token
-    roles: Mapping[str, int]  # bos_token, eos_token, ...: those that there are
+from outrider.rpc.words.lexicon import Lexicon, Token
 
 
 def lexicon_of(backend: Backend, special: Mapping[str, str]) -> Lexicon:
-    """The same of a loaded tokenizer, with the texts of its special tokens by name."""
+    """The lexicon of a loaded tokenizer, with the texts of its special tokens by name."""
     layout = json.loads(backend.to_str())
     if (unknown := layout["model"].get("unk_token")) is not None:
         special = {"unk_token": unknown, **special}

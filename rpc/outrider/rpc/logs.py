@@ -25,12 +25,10 @@ TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PID_FORMAT = TEXT_FORMAT.replace("%(levelname)s", "%(process)d %(levelname)s")
 MAX_REASONS = 256
 MAX_REASON_CHARS = 512
-MAX_MESSAGE_CHARS = (
-    64 * 1024
-)  # far above a client's name or a peer's complaint; a prompt that is asked for may be longer
-_UNSEEN = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)  # controls, and what turns a line about
+# Far above a client's name or a peer's complaint; a prompt that is asked for may be longer.
+MAX_MESSAGE_CHARS = 64 * 1024
+# Controls, and what turns a line about.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _FIELDS = "outrider_fields"
 log = logging.getLogger(__name__)
 

@@ -34,21 +34,21 @@ class Media:
 
 
 def num_bytes(media: Sequence[Media]) -> int:
-    """Of all of them."""
+    """Bytes of all files together."""
     return sum(len(one.data) for one in media)
 
 
-def check_media(found: Violations, media: Sequence[Media], field: str = "media") -> None:
+def check_media(found: Violations, media: Sequence[Media]) -> None:
     """Their number, types and digests; not the contents."""
-    if found.length(field, media, MAX_MEDIA):
+    if found.length("media", media, MAX_MEDIA):
         for place, one in enumerate(media):
             if one.mime_type not in MEDIA_TYPES:
-                found.add(f"{field}[{place}].mime_type", "is no type of a picture", ", ".join(MEDIA_TYPES))
+                found.add(f"media[{place}].mime_type", "is no type of a picture", ", ".join(MEDIA_TYPES))
             if len(one.digest) != DIGEST_BYTES:
-                found.add(f"{field}[{place}].sha256", f"has {len(one.digest)} bytes", str(DIGEST_BYTES))
+                found.add(f"media[{place}].sha256", f"has {len(one.digest)} bytes", str(DIGEST_BYTES))
 
 
-def too_many_bytes(size: int, most: int, field: str = "open.media") -> InvalidArgument | None:
+def too_many_bytes(size: int, most: int) -> InvalidArgument | None:
     """The refusal of a request's media where a target takes no more than `most` bytes; 0: none at all."""
     if size <= most and most:
         return None
@@ -56,7 +56,7 @@ def too_many_bytes(size: int, most: int, field: str = "open.media") -> InvalidAr
         allowed = "none: this target takes no pictures (engine vllm does, with a model that sees)"
     else:
         allowed = f"at most {most} (--max-media-bytes of the target)"
-    return InvalidArgument.of([Violation(field, f"has {size} bytes; allowed: {allowed}")])
+    return InvalidArgument.of([Violation("open.media", f"has {size} bytes; allowed: {allowed}")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Looks:
 
     @property
     def num_pixels(self) -> int:
-        """That decoding would make."""
+        """Pixels that decoding it would make."""
         return self.width * self.height
 
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
 from outrider.rpc.media import Media, check_media
-from outrider.rpc.sampling_params import (
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.request import DraftOptions
+from outrider.rpc.words.sampling_params import (
     CAPABILITIES,
     MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
     SamplingParams,
     TokenOrigin,
-    validate_sampling,
+    check_sampling,
 )
-from outrider.rpc.structured import Reasoning as Reasoning
-from outrider.rpc.structured import check_reasoning
+from outrider.rpc.words.structured import Reasoning as Reasoning
+from outrider.rpc.words.structured import check_reasoning
 
 
 def to_failure(sequence_id: int, error: OutriderError) -> Failure:
@@ -50,8 +52,9 @@ class TokenWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Starts a sequence. Slicing of long prompts is the codec's business; here the ids are whole."""
+class Open(DraftOptions):
+    """Starts a sequence, with what the request says to its draft. Slicing of long prompts is the codec's business; here
+    the ids are whole."""
 
     sequence_id: int
     prompt_ids: tuple[int, ...]
@@ -64,7 +67,6 @@ class Open:
     timeout_ms: int = 0  # 0: none
     first_chain: int = 0
     priority: int = 0
-    features: bool = False
     salt: str = ""
     traceparent: str = ""
     one_hot: bool = False
@@ -74,7 +76,6 @@ class Open:
     tokenizer_fingerprint: str = ""  # of the target, whose ids these are
     prediction: tuple[int, ...] = ()  # the caller's guess at the output; a draft's business
     methods: tuple[str, ...] = ()  # several that draft in turn, of which `method` is the first
-    draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
     reasoning: Reasoning | None = None
     plain: bool = False  # the target shall guess at nothing, either
     adapter: str = ""  # with which the sequence is computed; model_digest is then of both
@@ -158,17 +159,6 @@ class Credit:
     max_branches: int = 0
 
 
-class TokenLogprob(NamedTuple):
-    """One candidate at one position; rank is 1-based. A tuple: a long prompt has hundreds of thousands of them."""
-
-    id: int
-    logprob: float
-    rank: int
-
-
-PositionLogprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most probable ones
-
-
 @dataclass(slots=True)
 class StepTimings:
     """One round's times inside the target, in microseconds."""
@@ -181,6 +171,19 @@ class StepTimings:
     draft_us: int = 0  # of the window, where the target drafts by itself
     mask_us: int = 0  # of sample_us, the wait for masks of constraints
     compile_us: int = 0  # of the sequence's constraint, before its first round here
+
+    def of_one(self, queue_us: int, draft_us: int, compile_us: int) -> StepTimings:
+        """A step's times as one of its sequences sees them. Made anew: `replace` takes three times as long."""
+        return StepTimings(
+            queue_us,
+            self.verify_us,
+            self.sample_us,
+            self.num_rows,
+            self.num_sequences,
+            draft_us,
+            self.mask_us,
+            compile_us,
+        )
 
 
 @dataclass(slots=True)
@@ -204,7 +207,6 @@ class Commit:
     num_drafted: int = 0
     num_accepted: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
-    features: bytes = b""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     dropped: tuple[int, ...] = ()
@@ -237,7 +239,7 @@ TargetEvent = Commit | PromptLogprobs | Closed | Failure  # target -> gateway
 
 def is_last(event: object) -> bool:
     """Whether nothing follows an event for its sequence."""
-    return isinstance(event, Closed | Failure) or (isinstance(event, Commit) and event.finish_reason is not None)
+    return event.finish_reason is not None if isinstance(event, Commit) else isinstance(event, Closed | Failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,7 @@ class DraftMethod:
     needs_features: bool = False
     can_run_ahead: bool = True
     learns: bool = False  # the service learns from every sequence that ends
+    step_costs: tuple[tuple[int, int], ...] = ()  # sequences and microseconds of a drafted token, as measured at start
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +333,7 @@ class DraftInfo:
     vocabularies: tuple[DraftVocabulary, ...] = ()
     max_vocabulary_bytes: int = 0  # of a tokenizer.json that it takes
     info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
+    machine: str = ""  # the same for services of one machine; empty: unknown
 
     @property
     def defaults(self) -> tuple[str, ...]:
@@ -371,6 +375,7 @@ class TargetInfo:
     methods: tuple[DraftMethod, ...] = ()  # that draft beside the model, the default first
     info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
     adapters: tuple[Adapter, ...] = ()  # that an Open may name
+    machine: str = ""  # the same for services of one machine; empty: unknown
 
     def digest_of(self, adapter: str) -> str | None:
         """What an Open of this adapter (empty: none) names as model_digest; None where it is not there."""
@@ -427,6 +432,18 @@ def check_prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: 
         found.ids(field, ids, vocab_size)
 
 
+def validate_sampling(
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    prefix: str = "sampling.",
+) -> None:
+    """Sampling parameters that stand alone. InvalidArgument names every field that is wrong."""
+    found = Violations()
+    check_sampling(found, params, vocab_size, max_model_len, prefix=prefix)
+    found.raise_if_any()
+
+
 def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
     """An Open, at a draft or target. A fork's prompt is its parent's, so its length is checked by the caller."""
     found = Violations("open.")
@@ -449,7 +466,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
     found.integer("first_chain", message.first_chain, 0, MAX_INT32)  # numbers that grow from it fit the field
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
-    found.number("draft_confidence", message.draft_confidence, 0, 1)
+    message.check_draft_options(found)
     for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint", "adapter"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     if found.length("methods", message.methods, MAX_METHODS):
@@ -459,13 +476,29 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
         check_reasoning(found, message.reasoning, vocab_size)
     if message.media:
         check_media(found, message.media)
-    validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
+    check_sampling(found, message.sampling, vocab_size, max_model_len, max_logprobs, "open.sampling.")
     found.raise_if_any()
+
+
+def _is_plain_piece(piece: DraftTokens) -> bool:
+    """Whether a piece that came over the wire is a chain's, without weights, and sound, as most are."""
+    return (
+        piece.encoded is not None
+        and not piece.weights
+        and not piece.parents
+        and piece.parent is None
+        and len(piece.ids) <= MAX_PIECE_IDS
+        and piece.chain <= MAX_INT32
+        and piece.position <= MAX_INT32
+        and len(piece.method) <= MAX_NAME_CHARS
+    )
 
 
 def validate_piece(message: DraftTokens) -> None:
     """A piece's shape. Its ids and weights are not judged: an id that the target does not know ends the chain, and a
     broken distribution counts as one-hot; neither is an error."""
+    if _is_plain_piece(message):
+        return
     found = Violations("piece.")
     count = len(message.ids)
     found.length("ids", message.ids, MAX_PIECE_IDS)
@@ -499,8 +532,27 @@ def validate_credit(message: Credit) -> None:
     found.raise_if_any()
 
 
+def _is_plain(commit: Commit, vocab_size: int) -> bool:
+    """Whether a commit that came over the wire, which has integers alone, is sound in all that `validate_commit` looks
+    at: nearly every one is, and each round has one."""
+    count, ids = len(commit.ids), commit.ids
+    return (
+        commit.encoded is not None
+        and 0 < count <= MAX_PIECE_IDS
+        and len(commit.origins) in (0, count)
+        and len(commit.logprobs) in (0, count)
+        and 0 <= commit.num_accepted <= commit.num_drafted <= MAX_PIECE_IDS
+        and 0 <= commit.num_forced <= MAX_PIECE_IDS
+        and 0 <= commit.position <= MAX_INT32
+        and min(ids) >= 0
+        and max(ids) < vocab_size
+    )
+
+
 def validate_commit(message: Commit, vocab_size: int) -> None:
     """A commit's shape and ids, where a draft or a gateway receives it. `vocab_size` is the target's."""
+    if _is_plain(message, vocab_size):
+        return
     found = Violations("commit.")
     found.length("ids", message.ids, MAX_PIECE_IDS)
     found.ids("ids", message.ids, vocab_size)

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from itertools import accumulate
-from pathlib import Path
-from socketserver import TCPServer
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.core import (
@@ -34,20 +32,21 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from outrider.rpc.channel import listen_target, with_port
-from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import ModelInfo
-from outrider.rpc.server import HealthMonitor
+from outrider.rpc.server import HealthMonitor, bind
 
 PREFIX = "outrider"
 SHOWN_DIGEST = 12  # characters that tell models apart
 LAG_PERIOD_S = 0.1
 LOOP_ANSWERS_S = 5.0  # an event loop that takes longer hangs
+BACKLOG = 5  # connections that the system holds until they are accepted
 IDLE_S = 60.0  # a connection that asks nothing for so long is closed
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PARTS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 Readings = Mapping[str, float]  # by the value of one label
+Samples = Iterable[tuple[tuple[str, ...], float]]  # the values of the labels, and the series'
+ReadKind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Metrics:
@@ -58,7 +57,6 @@ class Metrics:
         without_created()  # a time beside every counter, which nobody reads
         self.registry = CollectorRegistry()
         self._start = f"{PREFIX}_{part}_" if part else f"{PREFIX}_"
-        self._reader = _ReadCollector()
         self._model: Info | None = None
         ProcessCollector(registry=self.registry)
         build = Info(f"{PREFIX}_build", "What runs", registry=self.registry)
@@ -66,7 +64,6 @@ class Metrics:
         self.loop_lag = Histogram(
             f"{PREFIX}_loop_lag_seconds", "How late the event loop wakes", registry=self.registry, buckets=PARTS_S
         )
-        self.registry.register(self._reader)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """A sum that is counted where it happens."""
@@ -95,15 +92,21 @@ class Metrics:
 
     def read_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A sum that something else counts anyway, read at the scrape, from any thread."""
-        self._reader.add(CounterMetricFamily, self._start + name, text, "", lambda: {"": read()})
+        self.read_labelled(CounterMetricFamily, name, text, (), lambda: [((), read())])
 
     def read_counters(self, name: str, text: str, label: str, read: Callable[[], Readings]) -> None:
         """The same, by one label, which is bounded."""
-        self._reader.add(CounterMetricFamily, self._start + name, text, label, read)
+        self.read_labelled(CounterMetricFamily, name, text, (label,), lambda: _by_label(read()))
 
     def read_gauges(self, name: str, text: str, label: str, read: Callable[[], Readings]) -> None:
         """Values of the moment of the scrape by one label, which is bounded; read from any thread."""
-        self._reader.add(GaugeMetricFamily, self._start + name, text, label, read)
+        self.read_labelled(GaugeMetricFamily, name, text, (label,), lambda: _by_label(read()))
+
+    def read_labelled(
+        self, kind: ReadKind, name: str, text: str, labels: tuple[str, ...], read: Callable[[], Samples]
+    ) -> None:
+        """Any of these, by any number of labels."""
+        self.registry.register(ReadSeries(kind, self._start + name, text, labels, read))
 
     def model_info(self, model: ModelInfo) -> None:
         """What computes here, from now on."""
@@ -142,7 +145,6 @@ class LocalHistogram:
         self._sum = 0.0
 
     def observe(self, value: float, exemplar: dict[str, str] | None = None) -> None:
-        """Counts a value."""
         bucket = bisect_left(self._bounds, value)
         self._counts[bucket] += 1
         self._sum += value
@@ -167,45 +169,31 @@ class _HistogramCollector(Collector):
         self._name, self._text, self._label, self._found = name, text, label, found
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
         family = HistogramMetricFamily(self._name, self._text, labels=(self._label,) if self._label else ())
         for value, histogram in self._found.items():
             histogram.add_to(family, (value,) if self._label else ())
         yield family
 
 
-class _Reading(NamedTuple):
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadSeries(Collector):
+    """A series that is read at the scrape, from any thread."""
+
+    kind: ReadKind
     name: str
     text: str
-    label: str
-    read: Callable[[], Readings]
-
-
-class _ReadCollector(Collector):
-    """Series that are read at the scrape."""
-
-    def __init__(self) -> None:
-        self._readings: list[_Reading] = []
-
-    def add(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        text: str,
-        label: str,
-        read: Callable[[], Readings],
-    ) -> None:
-        """One more series."""
-        self._readings.append(_Reading(kind, name, text, label, read))
+    labels: tuple[str, ...]
+    read: Callable[[], Samples]
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
-        for kind, name, text, label, read in self._readings:
-            family = kind(name, text, labels=(label,) if label else ())
-            for value, number in read().items():
-                family.add_metric((value,) if label else (), number)
-            yield family
+        family = self.kind(self.name, self.text, labels=self.labels)
+        for values, number in self.read():
+            family.add_metric(values, number)
+        yield family
+
+
+def _by_label(readings: Readings) -> Samples:
+    return [((value,), number) for value, number in readings.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +215,6 @@ class VllmCollector(Collector):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every scrape."""
         state = self._read()
         if state is None:
             return
@@ -260,15 +247,11 @@ class MetricsServer:
     def __init__(self, listen: str, series: Series, health: HealthMonitor) -> None:
         self._series, self._health = series, health
         self._loop = asyncio.get_running_loop()
-        try:
-            self._server = _Server(listen_target(listen), self._answer)
-        except OSError as error:
-            raise Unavailable(f"cannot listen on {listen}: {error}", reason="ADDRESS_IN_USE") from error
-        self.address = listen if listen.startswith("unix:") else with_port(listen, self._server.server_address[1])
+        bound, self.address = bind(listen, BACKLOG)
+        self._server = _Server(bound, self._answer)
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Accepts connections."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -299,22 +282,11 @@ class MetricsServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, target: str, answer: Callable[[str, str], tuple[int, bytes, str]]) -> None:
+    def __init__(self, bound: socket.socket, answer: Callable[[str, str], tuple[int, bytes, str]]) -> None:
+        super().__init__(bound.getsockname(), _Handler, bind_and_activate=False)
         self.answer = answer
-        host, _, port = target.rpartition(":")
-        place: Any = target.removeprefix("unix:")
-        if target.startswith("unix:"):
-            self.address_family = socket.AF_UNIX
-            Path(place).unlink(missing_ok=True)  # what a process left that was killed
-        else:
-            host = "0.0.0.0" if host == "[::]" and not socket.has_dualstack_ipv6() else host.strip("[]")
-            place = host, int(port)
-            self.address_family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
-        super().__init__(place, _Handler)
-
-    def server_bind(self) -> None:
-        """As a plain server does: HTTPServer would ask for the host's full name, which may take long."""
-        TCPServer.server_bind(self)
+        self.socket.close()  # the base has made one of its own
+        self.socket = bound
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -129,7 +130,6 @@ class HealthMonitor:
         self._publish()
 
     async def stop(self) -> None:
-        """Ends the watching."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -213,7 +213,6 @@ class Server:
     bounding: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Accepts calls."""
         addresses = [address for address in (self.address, self.health_address) if not address.startswith("unix:")]
         ports = [int(address.rpartition(":")[2]) for address in addresses if address]
         self.bounding = asyncio.create_task(bound_hosts(ports, MAX_OF_HOST))
@@ -372,14 +371,18 @@ def require_free(*addresses: str | None) -> None:
                 raise _refusal(address, error) from error
 
 
-def reserve(address: str) -> tuple[socket.socket, str]:
-    """Holds "host:port" or ":port" for servers with `reuse_port`, until the socket is closed, which takes none of their
-    connections; the address has the port that was chosen for port 0. Unavailable where it cannot be bound."""
+def bind(address: str, backlog: int = 0, reuse_port: bool = False) -> tuple[socket.socket, str]:
+    """A socket at "host:port", ":port" or "unix:path", and the address with the port that was chosen for port 0.
+    Without a backlog it does not listen: with `reuse_port` it holds the address for others' sockets, and takes none of
+    their connections. Unavailable where it cannot be bound."""
+    is_path = address.startswith("unix:")
     try:
-        held = _bound(address, reuse_port=True)
+        bound = _bound_to_path(address) if is_path else _bound(address, reuse_port)
+        if backlog:
+            bound.listen(backlog)
     except OSError as error:
         raise _refusal(address, error) from error
-    return held, with_port(address, held.getsockname()[1])
+    return bound, address if is_path else with_port(address, bound.getsockname()[1])
 
 
 def _bound(address: str, reuse_port: bool = False) -> socket.socket:
@@ -399,6 +402,17 @@ def _bound(address: str, reuse_port: bool = False) -> socket.socket:
         if host == "::":
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as servers do
         bound.bind(place)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _bound_to_path(address: str) -> socket.socket:
+    path, bound = Path(address.removeprefix("unix:")), socket.socket(socket.AF_UNIX)
+    path.unlink(missing_ok=True)  # what a process left that was killed
+    try:
+        bound.bind(str(path))
     except OSError:
         bound.close()
         raise

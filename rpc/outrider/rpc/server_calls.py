@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from grpc import StatusCode
 
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import Cancelled, Internal, OutriderError
+from outrider.rpc.words.request import ServerCall
 
 # Codes that count as a server's own errors; any other is the caller's doing, or no error at all.
 SERVER_FAULTS = frozenset(
@@ -23,16 +22,6 @@ SERVER_FAULTS = frozenset(
     }
 )
 HTTP_OK = 200
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCall:
-    """By what a request came in: attributes of its span, and the one for its status. `status_of` takes the error, None
-    for a good end, and whether anything was answered before."""
-
-    attributes: Mapping[str, str]
-    status_attribute: str
-    status_of: Callable[[OutriderError | None, bool], str | int]
 
 
 def grpc_call(method: str) -> ServerCall:

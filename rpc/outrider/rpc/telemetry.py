@@ -88,7 +88,6 @@ class TraceFileExporter(SpanExporter):
         return open(self._path, "ab", buffering=0, opener=partial(os.open, mode=mode))
 
     def shutdown(self) -> None:
-        """Closes the file."""
         with self._lock:
             self._file.close()
 
@@ -137,7 +136,6 @@ class LinkedSampler(Sampler):
         return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
-        """Its name in logs."""
         return f"Linked({self._inner.get_description()})"
 
 

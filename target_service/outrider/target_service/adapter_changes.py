@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import WEIGHTS_NAME, LoadedAdapter, load_adapter
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.loader import LoadedModel
@@ -34,7 +34,7 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.hub import model_name
 from outrider.rpc.messages import MAX_NAME_CHARS, Adapter
-from outrider.target_service.adapters import NO_ADAPTER
+from outrider.target_service.adapters import NO_ADAPTER, AdapterTable
 from outrider.target_service.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -44,16 +44,6 @@ COPIES = 3  # of a file, in bytes on the host: as it was read, and laid out with
 Result = TypeVar("Result")
 
 
-class AdaptedEngine(Protocol):
-    """An engine, as far as its adapters go; called on its thread."""
-
-    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
-        """New sequences may have it."""
-
-    def remove_adapter(self, name: str) -> int:
-        """No new sequence gets it; returns how many go on with it."""
-
-
 class AdapterReader(Protocol):
     """How an engine comes by an adapter."""
 
@@ -61,12 +51,12 @@ class AdapterReader(Protocol):
         """Checks a folder, on any thread. Raises UnsupportedAdapter, and what libraries that read weights raise."""
 
     async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
-        """As the engine takes it; `add_adapter` follows at once. Raises the same."""
+        """Brings an adapter into the form that the engine takes; it joins the table at once. Raises the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAdapters:
-    """Of a model on our engine."""
+    """How adapters of a model on our engine are read."""
 
     loaded: LoadedModel  # the base
     resident: ResidentAdapters
@@ -76,7 +66,7 @@ class OwnAdapters:
         return load_adapter(folder, self.loaded.model, self.loaded.digest, self.resident.room.max_rank)
 
     async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
-        """In the layout of a slot, on the host."""
+        """Lays an adapter out as a slot has it, on the host."""
         return await asyncio.to_thread(self.resident.prepare, adapter)
 
 
@@ -88,9 +78,9 @@ class AdapterListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class AdapterChanges:
-    """Of one engine, one at a time. Belongs to the event loop."""
+    """Loads and unloads the adapters of one engine, one at a time. Belongs to the event loop."""
 
-    engine: AdaptedEngine
+    table: AdapterTable  # changed on the engine's thread
     thread: DeviceThread
     reader: AdapterReader
     model_name: str  # which no adapter has
@@ -136,7 +126,7 @@ class AdapterChanges:
                 raise AlreadyExists(f"{there}; allowed: another name, or to unload it first")
             with _told(folder):
                 prepared = await self.reader.prepare(loaded)
-            await self._on_thread(partial(self.engine.add_adapter, info, prepared))
+            await self._on_thread(partial(self.table.add, info, prepared))
             self._tell({**self.served, name: info})
             log.info("adapter %s (%s) of rank %d serves", name, info.digest[:12], info.rank)
             return info
@@ -146,7 +136,7 @@ class AdapterChanges:
             if name not in self.served:
                 there = f"allowed: {', '.join(sorted(self.served))}" if self.served else "this target has none"
                 raise NotFound(f"name: is {name!r:.130}; {there}", reason=NO_ADAPTER)
-            num_sequences: int = await self._on_thread(partial(self.engine.remove_adapter, name))
+            num_sequences: int = await self._on_thread(partial(self.table.remove, name))
             self._tell({one: info for one, info in self.served.items() if one != name})
             log.info("adapter %s goes; %d sequences end with it", name, num_sequences)
             return num_sequences
@@ -169,7 +159,7 @@ class AdapterChanges:
 
 
 def adapters_at_start(settings: TargetSettings, read: Callable[[Path], LoadedAdapter]) -> dict[str, LoadedAdapter]:
-    """Those that the settings name, by name. Raises ValueError for the model's own, and what `read` raises."""
+    """The adapters that the settings name, by name. Raises ValueError for the model's own, and what `read` raises."""
     if (own := settings.name or model_name(Path(settings.model))) in settings.adapters:
         raise ValueError(f"adapter (--adapter): has {own!r}, the model's own name; allowed: another one")
     return {name: read(folder) for name, folder in settings.adapters.items()}

@@ -18,7 +18,7 @@ Wanted = TypeVar("Wanted", bound=Hashable)  # what an engine knows an adapter by
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """One that was loaded."""
+    """An adapter that was loaded."""
 
     info: Adapter
     prepared: PreparedAdapter
@@ -27,7 +27,8 @@ class ServedAdapter:
 
 
 class AdapterTable:
-    """Those of one engine. Belongs to its thread; `forget` frees the place of one that no sequence has any more."""
+    """The adapters of one engine. Belongs to its thread; `forget` frees the place of one that no sequence has any
+    more."""
 
     def __init__(self, forget: Callable[[PreparedAdapter], None]) -> None:
         self._forget = forget
@@ -98,7 +99,8 @@ class AdapterTurns(Generic[Wanted]):
         self._number = 0
 
     def choose(self, wanted: Iterable[Wanted], first: Wanted | None = None) -> frozenset[Wanted]:
-        """Of a step whose sequences want these, in their order; `first` is always in it, unless it would be alone."""
+        """The adapters of a step whose sequences want these, in their order; `first` is always in it, unless it would
+        be alone."""
         order = list(dict.fromkeys(wanted))
         if len(order) <= self.most:
             self._turn, self._left = order, 0

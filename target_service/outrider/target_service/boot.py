@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -13,37 +13,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.batch import StepLimits
 from outrider.engine.checkpoint import read_json, unheeded_rules
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
 from outrider.engine.models.base import UnsupportedModel
-from outrider.engine.worker import Worker, set_switch_interval
+from outrider.engine.profile import StepProfile
+from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
-from outrider.rpc.engine_service import EngineService, build_service
+from outrider.rpc.engine_service import EngineService, build_service, this_machine
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
-from outrider.target_service.local_draft import check_tree
-from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
-from outrider.target_service.profile import StepProfile, thread_split
+from outrider.target_service.engines import engine_of
+from outrider.target_service.head_drafter import check_tree
+from outrider.target_service.observed import stats_of
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm import assembly, node
+from outrider.target_service.threads import thread_split
+from outrider.target_service.watchers import new_metrics, own_step_watcher
 
 if TYPE_CHECKING:
     from outrider.target_service.grammars import Grammars
@@ -56,8 +57,9 @@ TargetService = EngineService[TargetEngine]
 
 async def start(settings: TargetSettings) -> EngineService[Any]:
     """Loads the model and binds the server."""
-    if settings.engine == "vllm":
-        return await assembly.start(await asyncio.to_thread(located, settings))
+    if settings.engine != "outrider":
+        service: EngineService[Any] = await engine_of(settings.engine).start(await asyncio.to_thread(located, settings))
+        return service
     set_switch_interval()
     torch.set_num_threads(settings.threads or usable_threads())
     settings = await asyncio.to_thread(located, settings)
@@ -66,7 +68,7 @@ async def start(settings: TargetSettings) -> EngineService[Any]:
 
 async def join(settings: TargetSettings) -> None:
     """Computes for a target whose server is another host's, until that ends."""
-    await node.serve(await asyncio.to_thread(located, settings))
+    await engine_of(settings.engine).join(await asyncio.to_thread(located, settings))
 
 
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
@@ -79,15 +81,13 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     metrics = new_metrics(settings)
     grammars = new_grammars(Path(settings.model), loaded, settings.device)
     engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars, adapters)
-    thread: Worker[TargetEngineCommand] = Worker(
+    thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
+    thread.ended.add_done_callback(lambda _: engine.close())
     costs = thread.call(engine.profile).result()
-    engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, head, adapters)
-    if grammars is not None:
-        info = with_grammars(info)
-        thread.ended.add_done_callback(lambda _: grammars.close())
+    engine.parts += thread_split(settings.threads, loaded.kernels, costs)
+    info = info_of(settings, loaded, limits, costs, head, adapters, engine.capabilities)
     changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
     servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
     if changes is not None:
@@ -128,12 +128,12 @@ def new_engine(
     engine.scheduler.max_forced = settings.max_forced_tokens
     if runner.adapters is not None:
         for name, adapter in (adapters or {}).items():
-            engine.add_adapter(_info_of_adapter(name, adapter), runner.adapters.prepare(adapter))
+            engine.adapters.table.add(_info_of_adapter(name, adapter), runner.adapters.prepare(adapter))
     return engine
 
 
 def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, LoadedAdapter]:
-    """Those of the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
+    """The adapters that are there at the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
     most_rank = settings.max_adapter_rank or MOST_RANK
     return adapters_at_start(settings, lambda folder: load_adapter(folder, loaded.model, loaded.digest, most_rank))
 
@@ -143,14 +143,14 @@ def new_adapter_changes(
     loaded: LoadedModel,
     runner: ModelRunner,
     engine: TargetEngine,
-    thread: Worker[Any],
+    thread: DeviceWorker[Any],
     info: TargetInfo,
 ) -> AdapterChanges | None:
     """What loads and unloads adapters, where that is allowed."""
     if not settings.allow_adapter_changes or runner.adapters is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
+    return AdapterChanges(engine.adapters.table, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
 
 
 def _info_of_adapter(name: str, adapter: LoadedAdapter) -> Adapter:
@@ -167,13 +167,8 @@ def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | N
     return grammars_of(layout, loaded.vocab_size, loaded.eos_token_ids, pin_memory=device != "cpu")
 
 
-def with_grammars(info: TargetInfo) -> TargetInfo:
-    """What a target says that has them."""
-    return replace(info, capabilities=(*info.capabilities, *CONSTRAINTS))
-
-
 def located(settings: TargetSettings) -> TargetSettings:
-    """With the checkpoints' folders in place of hub ids. Raises ModelNotFound."""
+    """The settings with the checkpoints' folders in place of hub ids. Raises ModelNotFound."""
     folder = locate(settings.model, trust_remote_code=settings.trust_remote_code)
     head = None if settings.head is None else locate(settings.head)
     return settings.model_copy(update={"model": folder, "head": head})
@@ -261,17 +256,20 @@ def info_of(
     step_costs: StepProfile = (),
     head: Head | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
+    capabilities: Sequence[str] = (),  # beside what every target can
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
     invariant = replace(model, batch_invariant=loaded.model.batch_invariant)
     methods = () if head is None else (method_of(head.name),)
-    return TargetInfo(
+    info = TargetInfo(
         invariant,
         limits.max_window,
         step_costs=step_costs,
         version=metadata.version("outrider"),
         methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
         adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
+        machine=this_machine(),
     )
+    return replace(info, capabilities=(*info.capabilities, *capabilities))

@@ -28,7 +28,7 @@ from outrider.kernels.sampling.reference import MAX_ENTRIES
 from outrider.kernels.types import PackedEntries, RowSampling, Windows
 from outrider.kernels.verify.reference import accept_uniforms, coupled_draw
 from outrider.target_service.grammars import StepMasks
-from outrider.target_service.outputs import VerifiedWindow, verified_windows
+from outrider.target_service.outputs import LaunchedVerify, VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 from outrider.target_service.verifier import (
@@ -213,12 +213,12 @@ class DeviceVerifier:
                 self._captured[size, rule] = self._capture(size, columns, rule)
 
     @torch.inference_mode()
-    def verify(
+    def launch(
         self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
-    ) -> list[VerifiedWindow]:
-        """Judges every window; logits are [rows of the step that want them, vocab] float32."""
+    ) -> LaunchedVerify:
+        """Has every window judged behind the pass; logits are [rows of the step that want them, vocab] float32."""
         if not windows:
-            return []
+            return LaunchedVerify(list)
         token_mask = None if masks is None else masks.rows_of(windows)
         inputs = VerifyInputs(windows)
         captured = self._find(logits, inputs)
@@ -230,9 +230,14 @@ class DeviceVerifier:
             logits = rows_of(windows, logits)
             results, places = self._launch(logits, inputs, token_mask), len(windows)
         ends = (places, 2 * places, 2 * places + (len(results) - 2 * places if inputs.parents is None else len(logits)))
-        accepted, next_ids, invalid, held = self._graphs.download(results).tensor_split(ends)
-        found = accepted[: len(windows)], next_ids[: len(windows)], invalid, held
-        return verified_windows(logits, windows, *found, token_mask=token_mask)
+        downloaded = self._graphs.download(results)
+
+        def read() -> list[VerifiedWindow]:
+            accepted, next_ids, invalid, held = downloaded().tensor_split(ends)
+            found = accepted[: len(windows)], next_ids[: len(windows)], invalid, held
+            return verified_windows(logits, windows, *found, token_mask=token_mask)
+
+        return LaunchedVerify(read, results[places : places + len(windows)])
 
     def takes_masks_lazily(self, target: TargetSequence) -> bool:
         """Never: to ask on the host what a row would choose, and then choose again, the device would have to wait."""
@@ -281,10 +286,10 @@ class DeviceVerifier:
         return CapturedVerify(columns, sampling, results, self._graphs.capture(step))
 
     def _buffers(self, words: int) -> tuple[Tensor, Tensor]:
-        return self._graphs.host_buffer(words), torch.zeros(words, dtype=torch.int32, device=self._device)
+        host = torch.zeros(words, dtype=torch.int32)
+        return host, torch.zeros(words, dtype=torch.int32, device=self._device)
 
     def _upload(self, inputs: VerifyInputs, columns: StagedColumns, host: Tensor, device: Tensor) -> None:
-        """The host's buffer is free: whoever judged from it last has read the results."""
         words = inputs.write(columns)
         self._graphs.upload(device[:words], host[:words])
 
@@ -301,11 +306,11 @@ def _words(size: VerifySize) -> int:
 class StepVerifier(Protocol):
     """Judges the windows of a step."""
 
-    def verify(
+    def launch(
         self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
-    ) -> list[VerifiedWindow]:
-        """Of every window whose masks are not late what is committed, in no fixed order; logits are [rows that want
-        them, vocab] float32, and `masks` those of constraints, None where no row has one."""
+    ) -> LaunchedVerify:
+        """What judges every window whose masks are not late; logits are [rows that want them, vocab] float32, and
+        `masks` those of constraints, None where no row has one."""
 
     def takes_masks_lazily(self, target: TargetSequence) -> bool:
         """Whether masks of a sequence are made where judging asks for them, not before."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from outrider.engine.token_tree import MOST_NODES, depths_of, subtree
 from outrider.rpc.messages import DraftTokens, TokenWeights
 
+MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
+
 
 @dataclass(slots=True)
-class Chain:
+class LiveChain:
     """A live chain: its tokens from `start` on. Tokens below the committed length are trimmed once they were
     compared."""
 
@@ -54,7 +56,6 @@ class Window:
     num_forced: int = 0  # of `ids`, at their end: a grammar's, and no draft's
 
 
-MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
 EMPTY_WINDOW = Window(None, (), (), False)
 
 
@@ -67,12 +68,12 @@ class ChainBuffer:
         self._committed = len(tokens)
         self._vocab_size = vocab_size
         self._max_held = max_held
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[int, LiveChain] = {}
         self._dead: dict[int, int] = {}  # number of a dead chain: the position at which it parts from what is committed
         self._refused: dict[int, None] = {}  # chains of which a piece was dropped: they take no more
         self._dropped: list[int] = []
         self._idle_at = -1  # where the draft said that it has nothing to propose
-        self._live: Chain | None = None
+        self._live: LiveChain | None = None
         self._knows_live = True  # every step asks several times between two changes
         self.takes_trees = False  # else they are dropped
 
@@ -133,7 +134,7 @@ class ChainBuffer:
         goes_on = len(chain.ids) > offset + len(ids) or (chain.more and not chain.ended)
         return Window(chain.number, tuple(ids), tuple(weights), goes_on)
 
-    def live(self) -> Chain | None:
+    def live(self) -> LiveChain | None:
         """The chain that the next window is cut from."""
         if not self._knows_live:
             reaching = [chain for chain in self._chains.values() if chain.end > self._committed]
@@ -166,10 +167,10 @@ class ChainBuffer:
             return
         weights: list[TokenWeights | None] = []
         if piece.position <= self._committed:
-            chain = Chain(piece.chain, piece.position, [], weights)
+            chain = LiveChain(piece.chain, piece.position, [], weights)
         elif parent is not None and piece.position <= parent.end:
             shared = piece.position - parent.start
-            chain = Chain(piece.chain, parent.start, parent.ids[:shared], parent.weights[:shared])
+            chain = LiveChain(piece.chain, parent.start, parent.ids[:shared], parent.weights[:shared])
         else:
             self._refuse(piece.chain)
             return
@@ -184,12 +185,12 @@ class ChainBuffer:
         """Holds a tree, without ids that the target does not know and what follows them."""
         count = min(len(piece.ids), self._max_held)
         parents = list(piece.parents[:count])
-        chain = Chain(piece.chain, piece.position, list(piece.ids[:count]), [], parents=parents)
+        chain = LiveChain(piece.chain, piece.position, list(piece.ids[:count]), [], parents=parents)
         chain.keep(-1, [token < self._vocab_size for token in chain.ids])
         self._chains[piece.chain] = chain
         self._climb(chain, self._committed)
 
-    def _climb(self, chain: Chain, committed: int) -> None:
+    def _climb(self, chain: LiveChain, committed: int) -> None:
         """Goes up a tree by what is committed. Of equal tokens the first is taken, as where trees are verified."""
         for position in range(chain.start, committed):
             nodes = (node for node, parent in enumerate(chain.parents) if not parent)
@@ -202,7 +203,7 @@ class ChainBuffer:
         if not chain.parents:  # committed to a leaf
             del self._chains[chain.number]
 
-    def _append(self, chain: Chain, piece: DraftTokens) -> None:
+    def _append(self, chain: LiveChain, piece: DraftTokens) -> None:
         """Adds what the chain does not hold yet; compares what is already committed."""
         committed = self._committed
         difference = self._difference(piece.position, piece.ids, committed)
@@ -222,7 +223,7 @@ class ChainBuffer:
             chain.weights.append(piece.weights[index] if index < len(piece.weights) else None)
         chain.more = piece.more
 
-    def _trim(self, chain: Chain, committed: int) -> None:
+    def _trim(self, chain: LiveChain, committed: int) -> None:
         surplus = min(committed - chain.start, len(chain.ids))
         if surplus > 0:
             del chain.ids[:surplus]

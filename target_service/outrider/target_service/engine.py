@@ -6,24 +6,24 @@ process is not charged to sequences."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.engine.token_tree import KeptPath, TokenTree, depths_of
-from outrider.engine.worker import DeviceLost, require_device
+from outrider.engine.profile import StepProfile, measure_steps
+from outrider.engine.token_tree import TokenTree
+from outrider.engine.worker import DeviceLost
 from outrider.planner.estimates import OpenWork
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable, unexpected
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
-    Adapter,
     Close,
     Closed,
     Commit,
@@ -31,21 +31,20 @@ from outrider.rpc.messages import (
     DraftTokens,
     Load,
     Open,
-    StepTimings,
     TargetCommand,
     TargetEvent,
     to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
-from outrider.target_service.adapters import AdapterTable, AdapterTurns
-from outrider.target_service.device_verifier import StepVerifier, verifier_of
-from outrider.target_service.goodput import BatchingDelay, Goodput
-from outrider.target_service.grammars import POLL_S, Grammars, open_grammar, stuck
-from outrider.target_service.local_draft import LocalDraft
-from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
-from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
-from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
-from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit
+from outrider.target_service.cohort import CohortHold
+from outrider.target_service.device_verifier import verifier_of
+from outrider.target_service.grammars import Grammars, stuck
+from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs
+from outrider.target_service.parts import Adapters, EnginePart, StepCosts, constraints_of
+from outrider.target_service.scheduler import TargetScheduler
+from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit, with_prompt
+from outrider.target_service.steps import LaunchedStep, Steps
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +52,13 @@ BLOCKED_S = 0.005  # pause when sequences are due but none can have blocks
 
 
 TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class TargetEngine:
-    """Run by a Worker. `on_step` is told of each step before its commits, `flush` is called after each with answers."""
+    """Run by a DeviceWorker. `on_step` is told of each step before its commits, `flush` is called after each that has
+    answers."""
 
     def __init__(
         self,
@@ -76,24 +78,27 @@ class TargetEngine:
         self.limits = limits
         self._runner = runner
         self._flush = flush
-        self._on_step = on_step
+        self._on_step = on_step or (lambda step: None)
         self._clock = clock
         self._arrivals = 0
-        self._step_ended = 0.0
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
-        self.verifier = verifier_of(runner, limits.vocab_size)
-        drawer = Drawer(limits.vocab_size, runner.model.device)
-        self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer, tree)
-        self._batching_delay, self._work = BatchingDelay(), OpenWork(limits.max_sequences, limits.max_open_tokens)
-        self.grammars = grammars
-        if grammars is not None and head is not None:
-            grammars.head = head.name
-        self.adapters = AdapterTable(self._forget_adapter)
-        if runner.adapters is not None:
-            self.scheduler.turns = AdapterTurns(runner.adapters.room.num_slots)
-        self.threads: ThreadSplit | None = None  # where the number is not given
+        verifier = verifier_of(runner, limits.vocab_size)
+        self._cohort, self._work = CohortHold(), OpenWork(limits.max_sequences, limits.max_open_tokens)
+        self.adapters = Adapters(runner.adapters, self.scheduler)
+        constraints = constraints_of(grammars, verifier, None if head is None else head.name)
+        self.parts: list[EnginePart] = [constraints, self.adapters, StepCosts(self.scheduler)]
+        if head is not None:
+            drawer = Drawer(limits.vocab_size, runner.model.device)
+            self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
+        self.steps = Steps(runner, verifier, self.parts, clock)
+        self._ahead: LaunchedStep | None = None  # launched behind the last one, and not finished
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What its parts add to what every target can."""
+        return tuple(capability for part in self.parts for capability in part.capabilities)
 
     def handle(self, command: TargetEngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
@@ -109,28 +114,29 @@ class TargetEngine:
                 self._give_up_message(command.stream, message, command.sink, error)
 
     def step(self, now: float) -> float | None:
-        """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
+        """Runs one ragged step, or finishes the one that was launched ahead; or says how long nothing is due. Raises
+        DeviceLost when the process has to end."""
         self._expire(now)
-        self._resume(now)
-        due = min(dues := self.scheduler.dues(now), default=None)
-        if due is None or due > now:
+        self._end_refused(now)
+        if self._ahead is not None:
+            self._go_on(self._ahead)
+            return 0.0
+        due = min(self.scheduler.dues(now), default=math.inf)
+        if due <= now and (hold := self._hold(now)):
+            due = now + hold
+        if due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
-        if hold := self._batching_delay.hold(dues, now):
-            return 0.0 if self._prepare_ahead() else hold
         has_run = False
         for step in run_isolated(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
             has_run = True
-            self._observe(step)
-            self._commit_step(step)
-            if self.local_draft is not None:
-                self._flush()
-                self._draft(self.local_draft, step)
+            self._settle(step)
         self._flush()
         return 0.0 if has_run else BLOCKED_S
 
     def on_error(self, error: Exception) -> None:
         """A bug that is no one sequence's: every sequence fails, the service goes on."""
         log.error("the engine failed", exc_info=error)
+        self._abandon_ahead()
         for target in list(self.scheduler.sequences.values()):
             self._fail(target, unexpected(error, "the engine failed; see the log", "ENGINE_FAILED"))
         self._flush()
@@ -142,32 +148,14 @@ class TargetEngine:
     def profile(self) -> StepProfile:
         """Measures steps by their rows, while nothing is open; from then on the scheduler knows what they take."""
         costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
-        if costs:
-            self.scheduler.goodput = Goodput(costs)
-        if self.local_draft is not None:
-            self.local_draft.warm_up()
+        for part in self.parts:
+            part.measured(costs)
         return costs
 
-    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
-        """New sequences may have it. Raises ValueError for a name that is taken, or a model that takes none."""
-        if self._runner.adapters is None:
-            raise ValueError("adapter: this target has no room for any")
-        self.adapters.add(info, prepared)
-
-    def remove_adapter(self, name: str) -> int:
-        """No new sequence gets it; returns how many go on with it. Raises NotFound."""
-        return self.adapters.remove(name)
-
-    @property
-    def num_adapter_swaps(self) -> int:
-        """Adapters that were put on the device, since the start."""
-        return 0 if self._runner.adapters is None else self._runner.adapters.num_swaps
-
-    def _forget_adapter(self, prepared: PreparedAdapter) -> None:
-        if self._runner.adapters is not None:
-            self._runner.adapters.forget(prepared)
-        if self.scheduler.turns is not None:
-            self.scheduler.turns.forget(prepared)
+    def close(self) -> None:
+        """Ends what its parts have beside the device thread, once that has ended."""
+        for part in self.parts:
+            part.close()
 
     def load(self) -> Load:
         """The present load; from any thread."""
@@ -180,7 +168,7 @@ class TargetEngine:
         if isinstance(message, Open):
             self._open(stream, message, sink)
             return
-        target = self.scheduler.sequences.get((stream, message.sequence_id))
+        target = self._sequence(stream, message.sequence_id)
         if isinstance(message, Close):
             if target is not None:
                 self._remove(target)
@@ -189,26 +177,27 @@ class TargetEngine:
         elif target is not None:  # else it finished or failed before this arrived
             self._update(target, message, received)
 
+    def _sequence(self, stream: int, sequence_id: int | None) -> TargetSequence | None:
+        return None if sequence_id is None else self.scheduler.sequences.get((stream, sequence_id))
+
     def _open(self, stream: int, message: Open, sink: Sink) -> None:
-        parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
+        now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
         try:
-            now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
-            inherited, key = None if parent is None else parent.adapter, (stream, message.sequence_id)
-            is_lost = message.fork_of is not None and parent is None  # which `admit` says
-            adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
-            target = admit(message, parent, key, sink, self.limits, self._arrivals, now, adapter)
+            parent = self._sequence(stream, message.fork_of)
+            whole = with_prompt(message, parent.open if parent else None)
+            adapter = self.adapters.find(message, parent.adapter if parent else None)
+            key = (stream, message.sequence_id)
+            target = admit(whole, parent, key, sink, self.limits, self._arrivals, now, adapter)
             self._work.check(num_tokens, now, message.was_promised)
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
-            if message.sampling.structured_output is not None or message.reasoning is not None:
-                open_grammar(self.grammars, target)
+            for part in self.parts:
+                part.opened(target)
         except OutriderError as error:
             sink(to_failure(message.sequence_id, error))
             self._flush()
             return
         self._arrivals += 1
         self._work.add(target.key, num_tokens, now)
-        if adapter is not None:
-            adapter.num_sequences += 1
         self.scheduler.add(target)
 
     def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
@@ -223,62 +212,112 @@ class TargetEngine:
         target.patience_spent = target.patience_spent and target.num_own_tokens == 0
         if was_waiting:
             target.ready_since = max(target.ready_since, received)
+            if target.chains.live() is not None and received > target.last_commit:
+                target.lag.add(received - target.last_commit)
         if target.chains.has_dropped:
             dropped = target.chains.take_dropped()
             target.sink(Commit(message.sequence_id, target.committed, (), dropped=dropped, load=self.load()))
             self._flush()
 
     def _expire(self, now: float) -> None:
-        for target in [t for t in self.scheduler.sequences.values() if t.deadline is not None and t.deadline <= now]:
+        for target in [target for target in self.scheduler.sequences.values() if target.deadline <= now]:
             self._fail(target, DeadlineExceeded("the request's time ran out", reason="DEADLINE"))
 
-    def _resume(self, now: float) -> None:
-        """Lets sequences go on that waited for their constraint, or ends them with its error."""
-        for target in [t for t in self.scheduler.sequences.values() if t.waits_for is not None]:
-            if self.grammars is not None and (error := self.grammars.resume(target, now)) is not None:
+    def _end_refused(self, now: float) -> None:
+        for part in self.parts:
+            for target, error in part.refusals(self.scheduler.sequences.values(), now):
                 self._fail(target, error)
 
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
         for target in [target for target in self.scheduler.sequences.values() if target.wants_tokens]:
             with self._fail_on_error(target, "random numbers"):
-                if self.verifier.prepare(target):
+                if self.steps.verifier.prepare(target):
                     return True
         return False
 
-    def _wait(self, due: float | None, now: float) -> float | None:
-        deadlines = [t.deadline for t in self.scheduler.sequences.values() if t.deadline is not None]
-        looks = [now + POLL_S for t in self.scheduler.sequences.values() if t.waits_for is not None][:1]
-        wakes = [*deadlines, *looks, *([due] if due is not None else [])]
-        return max(0.0, min(wakes) - now) if wakes else None
+    def _wait(self, due: float, now: float) -> float | None:
+        """How long nothing is to be done; None: until a command comes."""
+        sequences = self.scheduler.sequences.values()
+        looks = [part.next_look(sequences, now) for part in self.parts]
+        wake = min(due, *looks, *(target.deadline for target in sequences))
+        return max(0.0, wake - now) if wake < math.inf else None
+
+    def _hold(self, now: float) -> float:
+        """How long those that may run wait for others, so that all are in one step."""
+        goodput = self.scheduler.goodput
+        return 0.0 if goodput is None else self._cohort.hold(*self.scheduler.cohort(now), goodput.time, now)
 
     def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
         """A step of these, as far as there are rows and blocks. If it raises, all are as before."""
-        step = self.scheduler.plan([target for target in targets if target.waits_for is None])
+        step = self.scheduler.plan([target for target in targets if not target.is_waiting])
+        if not step:
+            return None
         try:
-            computed = compute(step, self._runner, self.verifier, self._clock, self.grammars) if step else None
-            if computed is not None and len(computed.scheduled) < len(step):  # some wait for their masks
-                self.scheduler.roll_back(one for one in step if one.target.waits_for is not None)
-            return computed if computed is not None and computed.scheduled else None
+            launched = self.steps.launch(step)
+            self._ahead = self._launch_ahead(launched)
+            computed = self.steps.finish(launched)
         except Exception:
+            self._abandon_ahead()
             self.scheduler.roll_back(step)
             raise
+        self.scheduler.roll_back(one for one in step if one.target.is_waiting)  # for their masks
+        return computed if computed.scheduled else None
 
-    def _observe(self, step: ComputedStep) -> None:
-        """Learns what steps take."""
-        self._batching_delay.add_step(step.seconds, chunked=any(not one.samples for one in step.scheduled))
-        only_windows = all(one.num_rows == one.num_verify_rows for one in step.scheduled)
-        if self.scheduler.goodput is not None and only_windows:
-            pause_s = step.started - self._step_ended
-            self.scheduler.goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6)
-        if self.threads is not None and any(one.window.ids for one in step.scheduled):
-            self.threads.add_step(step.timings.num_rows, step.seconds)
-        self._step_ended = step.ended
+    def _launch_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:
+        """The step after one that was not read yet; None where it can't be told before. What raises here will where it
+        is launched in its turn."""
+        scheduled, steps = launched.step.scheduled, self._runner.captured
+        may_follow = launched.verify.next_ids is not None and all(part.lets_follow for part in self.parts)
+        if not may_follow or steps is None or not steps.holds([1] * len(scheduled)):
+            return None
+        try:
+            following = self.scheduler.follow(scheduled, self._clock())
+            return self.steps.follow(launched, following) if following else None
+        except DeviceLost:
+            raise
+        except Exception:
+            log.exception("a step of %d sequences could not be launched ahead", len(scheduled))
+            return None
+
+    def _go_on(self, launched: LaunchedStep) -> None:
+        """Finishes the step that was launched ahead, with the next one behind it. If it fails, its sequences are as
+        they were before it, and run again."""
+        self._ahead = None
+        try:
+            self._ahead = self._launch_ahead(launched)
+            step = self.steps.finish(launched)
+        except DeviceLost:
+            raise
+        except Exception:
+            log.exception("a step of %d sequences failed; they run again", len(launched.step.scheduled))
+            self._abandon_ahead()
+            return
+        if step.scheduled:
+            self._settle(step)
+
+    def _abandon_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.steps.abandon(ahead)
+
+    def _settle(self, step: ComputedStep) -> None:
+        """Learns from a step that was computed, commits what it gave, and answers."""
+        self._learn(step)
+        self._commit_step(step)
+        self._flush()
+        for part in self.parts:
+            part.committed(step)
+
+    def _learn(self, step: ComputedStep) -> None:
+        """Learns what steps take, before what this one gave is committed."""
+        self._cohort.stepped()
+        for part in self.parts:
+            part.finished(step)
 
     def _commit_step(self, step: ComputedStep) -> None:
         """Commits every window, and what was computed of prompts."""
-        if self._on_step is not None:
-            self._on_step(step)
+        self._on_step(step)
         load = self.load()  # once a step: it looks at every sequence
         for verified in step.verified:
             with self._fail_on_error(verified.scheduled.target, "a commit"):
@@ -288,18 +327,6 @@ class TargetEngine:
                 with self._fail_on_error(scheduled.target, "a prompt's chunk"):
                     scheduled.target.sequence.num_computed_tokens = scheduled.end
                     self.cache.publish(scheduled.target.sequence, scheduled.committed)
-
-    def _draft(self, local_draft: LocalDraft, step: ComputedStep) -> None:
-        """A head that fails costs its drafts alone: what is not drafted is decoded plainly."""
-        try:
-            local_draft.run(step)
-        except Exception:
-            require_device(self._runner.model.device)
-            log.exception("the head failed; the step's sequences go on without its drafts")
-        ended = self._clock()
-        for target in (scheduled.target for scheduled in step.scheduled):
-            if target.head_chain is not None:
-                target.ready_since = max(target.ready_since, ended)  # it did not wait: it was drafted for
 
     def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target
@@ -311,12 +338,11 @@ class TargetEngine:
             self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
             self._fail(target, Internal(message, reason="INVALID_LOGITS"))
             return
-        if self.scheduler.goodput is not None:
-            self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verified))
+        for part in self.parts:
+            part.committing(verified)
         committed = commit(verified, step, self.cache, load)
         target.sink(committed)
         if committed.finish_reason is not None:
-            target.finished = True
             self._remove(target)
 
     @contextmanager
@@ -331,7 +357,7 @@ class TargetEngine:
     def _give_up_message(self, stream: int, message: TargetCommand, sink: Sink, error: Exception) -> None:
         """To be called where a message raised: it costs its own sequence."""
         log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
-        target = self.scheduler.sequences.get((stream, message.sequence_id))
+        target = self._sequence(stream, message.sequence_id)
         failed = unexpected(error, "a message failed in the engine; see the log", "COMMAND_FAILED")
         if target is not None:
             self._fail(target, failed)
@@ -350,66 +376,16 @@ class TargetEngine:
         self._fail(target, Unavailable("no step runs on this target; see the log", reason="NO_STEP_RUNS"))
 
     def _remove(self, target: TargetSequence) -> None:
-        if self.grammars is not None and target.waits_for is not None:
-            self.grammars.forget(target, target.waits_for)
+        target.finished = True
         self.scheduler.remove(target)
         self._work.remove(target.key, self._clock())
-        if target.adapter is not None:
-            self.adapters.close(target.adapter)
-            target.adapter = None
+        for part in self.parts:
+            part.released(target)
 
     def _fail(self, target: TargetSequence, error: OutriderError) -> None:
-        target.finished = True
         self._remove(target)
         target.sink(to_failure(target.open.sequence_id, error))
         self._flush()  # at once: no step may follow before the next command
-
-
-def compute(
-    step: Sequence[ScheduledSequence],
-    runner: ModelRunner,
-    verifier: StepVerifier,
-    clock: Callable[[], float],
-    grammars: Grammars | None = None,
-) -> ComputedStep:
-    """One pass over the model, and what the target says of the windows in it, without sequences whose masks are late;
-    nothing is committed. Raises what model and verifier raise, or DeviceLost if the device is unusable after it."""
-    started_ns, started = time.time_ns(), clock()
-    masks = None
-    if grammars is not None and any(scheduled.target.sampler.constrained for scheduled in step):
-        masks = grammars.start([scheduled for scheduled in step if scheduled.samples], verifier.takes_masks_lazily)
-    try:
-        logits = runner.forward([scheduled.batch_entry() for scheduled in step])  # [rows that want them, vocab]
-        for scheduled in step:
-            if scheduled.target.wants_prompt_logprobs:
-                report_prompt(scheduled, logits[scheduled.first_logit :][: scheduled.num_logits])
-        if masks is not None:
-            masks.wait(clock() - started)
-        verified = verifier.verify(logits, [one for one in step if one.samples and one.target.waits_for is None], masks)
-        runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
-    except Exception:
-        if masks is not None:
-            masks.close()  # nobody else may use a matcher meanwhile
-        require_device(runner.model.device)
-        raise
-    if masks is not None:
-        masks.close()
-        step = [one for one in step if one.target.waits_for is None]
-    ended = clock()
-    step_us = round((ended - started) * 1e6)
-    verify_us = min(runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
-    num_rows, mask_us = sum(one.num_rows for one in step), 0 if masks is None else round(masks.wait_s * 1e6)
-    timings = StepTimings(0, verify_us, step_us - verify_us, num_rows, len(step), mask_us=mask_us)
-    return ComputedStep(step, verified, started_ns, started, ended, timings)
-
-
-def kept_path(verified: VerifiedWindow) -> KeptPath | None:
-    """What stays of a tree; None of a chain, which lies where it has to."""
-    scheduled = verified.scheduled
-    if not verified.path:
-        return None
-    first_row = scheduled.first_row + scheduled.committed - scheduled.start
-    return KeptPath(scheduled.target.sequence.block_table, scheduled.committed, first_row, verified.path)
 
 
 def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, load: Load) -> Commit:
@@ -442,26 +418,11 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         finish_reason=verified.finish_reason,
         stop_token_id=verified.stop_token_id,
         dropped=target.chains.take_dropped(),
-        timings=replace(step.timings, queue_us=queue_us, draft_us=draft_us, compile_us=compile_us),
+        timings=step.timings.of_one(queue_us, draft_us, compile_us),
         load=load,
         num_cached_ids=target.num_cached_ids,
         num_forced=scheduled.window.num_forced,
     )
-
-
-def drafted_and_accepted(verified: VerifiedWindow) -> tuple[int, int]:
-    """What a window says of the draft. A plain token tests a held one, too, where a token holds by being the target's
-    own; to be asked before the window is committed."""
-    target, window = verified.scheduled.target, verified.scheduled.window
-    num_drafted = max(depths_of(window.parents)) if window.parents else len(window.ids) - window.num_forced
-    if not num_drafted and not target.rejects:
-        held = target.chains.window(1).ids
-        return len(held), int(held == verified.ids[:1])
-    return num_drafted, min(verified.num_accepted, num_drafted)
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def run_isolated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.engine.token_masks import Constraint
+from outrider.engine.grammar.constraint import Constraint
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.sequence import TargetSequence
 

@@ -1,4 +1,4 @@
-"""Which drafted tokens a step that is shared verifies: those that make most tokens per time. How long it waits.
+"""Which drafted tokens a step that is shared verifies: those that make most tokens per time.
 
 A row for a drafted token pays if the chance that it is of use exceeds goodput x what one more row costs. The chance
 falls with the position in a window, so the rows of all sequences are sorted by it, and of the steps that take the first
@@ -6,11 +6,7 @@ falls with the position in a window, so the rows of all sequences are sorted by 
 step's and the pause before the next one, in which windows come: the longer that is, the more a step shall verify.
 
 It looks at clocks, counts and earlier verifications alone, never at drafted tokens or what they were drawn from. And a
-cut refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified.
-
-A step costs nearly the same for one sequence as for four, and a sequence that misses it waits for all of it. Waiting w
-seconds costs each ready sequence w and saves each missing one a step, if its chain comes. So a step is held back for no
-longer than step time x missing / (ready + missing): then waiting in vain costs at most what it could have saved."""
+cut refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified."""
 
 from __future__ import annotations
 
@@ -103,29 +99,3 @@ def best_rows(gains: Sequence[Sequence[float]], tokens: float, room: int, time_a
     for _, index, _ in order[:best]:
         taken[index] += 1
     return taken
-
-
-SMOOTHING = 0.25  # weight of the newest step in the step time
-
-
-class BatchingDelay:
-    """How long a step is held back. Times are seconds on the scheduler's clock."""
-
-    def __init__(self) -> None:
-        self._step_s = 0.0
-        self._since: float | None = None  # when the step that is held back could have run
-
-    def hold(self, dues: Sequence[float], now: float) -> float:
-        """How long the step that could run now shall still wait for sequences due later; 0: not at all."""
-        missing = sum(due > now for due in dues)
-        if self._since is None:
-            self._since = now
-        limit = self._step_s * missing / len(dues) if dues else 0.0
-        return max(0.0, self._since + limit - now)
-
-    def add_step(self, seconds: float, chunked: bool) -> None:
-        """A step ran; one with a chunk of a prompt says nothing of the others."""
-        self._since = None
-        if not chunked:
-            known = self._step_s or seconds
-            self._step_s = known + SMOOTHING * (seconds - known)

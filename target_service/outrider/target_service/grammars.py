@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
-from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
-from outrider.engine.grammar_trial import TrialFailed
-from outrider.engine.sampler import SamplingRows
-from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
+from outrider.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
+from outrider.engine.grammar.lark import GrammarError
+from outrider.engine.grammar.masks import ALL_BITS, num_words
+from outrider.engine.grammar.queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar.source import GrammarSpec
+from outrider.engine.grammar.trial import TrialFailed
+from outrider.engine.sampler import SamplingRows, is_stuck
 from outrider.engine.token_tree import path_to
 from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
 from outrider.rpc.logs import of
@@ -103,9 +105,10 @@ class Grammars:
             target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
         return None
 
-    def forget(self, target: TargetSequence, waits_for: Future[Any]) -> None:
-        """It ended while it waited."""
-        waits_for.cancel()
+    def forget(self, target: TargetSequence) -> None:
+        """A sequence ended while it waited for its constraint."""
+        if target.waits_for is not None:
+            target.waits_for.cancel()
         self._late.pop(target.key, None)
 
     def start(
@@ -128,7 +131,7 @@ class Grammars:
         return self._mask_pool.submit(write_masks, plans, out, clock)
 
     def new_masks(self, count: int) -> Tensor:  # [count, words] int32
-        """For so many rows, not written yet."""
+        """Masks of so many rows, not written yet."""
         return torch.empty(count, self._buffer.shape[1], dtype=torch.int32)
 
     def patience(self, pass_s: float) -> float:
@@ -191,8 +194,8 @@ class StepMasks:
                 rows.fill_(ALL_BITS)
 
     def wait(self, pass_s: float) -> None:
-        """Until what was started is there, after a pass of so many seconds; sequences whose masks are late, or failed,
-        have to wait, too."""
+        """Waits until what was started is there, after a pass of so many seconds; sequences whose masks are late, or
+        failed, have to wait, too."""
         patience_s = self._patience_s = self._owner.patience(pass_s)
         self._collect(list(self._jobs))
         self._patience_s = patience_s  # again, for all that are made from here on
@@ -273,7 +276,7 @@ class WorkClock:
             self._started = time.CLOCK_MONOTONIC, time.monotonic()
 
     def seconds(self) -> float:
-        """So far, while it runs."""
+        """What the job has taken so far, while it runs."""
         return 0.0 if self._started is None else time.clock_gettime(self._started[0]) - self._started[1]
 
 
@@ -294,14 +297,6 @@ def write_masks(plans: Sequence[SamplingRows], out: Tensor, clock: WorkClock) ->
 def spec_of(target: TargetSequence) -> GrammarSpec | None:
     """What a sequence is constrained by."""
     return GrammarSpec.of(target.open.sampling.structured_output, target.open.reasoning)
-
-
-def open_grammar(grammars: Grammars | None, target: TargetSequence) -> None:
-    """Starts to compile what a new sequence asks for. Raises InvalidArgument without grammars."""
-    if grammars is not None:
-        grammars.open(target)
-    else:
-        raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
 
 
 def refused(problem: str) -> InvalidArgument:

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.grammar.masks import has_bit
 from outrider.engine.sampler import SamplingRows, assemble
-from outrider.engine.token_masks import has_bit
 from outrider.kernels.sampling.reference import adjust_logits, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
 from outrider.target_service.grammars import StepMasks
@@ -79,7 +79,7 @@ def under_constraints(
 
 
 def _ids_of(window: ScheduledSequence, num_accepted: int, next_id: int, held: Tensor | None) -> list[int]:
-    """What would be committed."""
+    """The ids of a window that would be committed."""
     drafted = window.window.ids
     kept = drafted[:num_accepted] if held is None else [drafted[node] for node in held.nonzero()[:, 0].tolist()]
     return [*kept, next_id] if next_id >= 0 else [*kept]
@@ -124,7 +124,7 @@ class ConstrainedWindow:
 
     @property
     def plan(self) -> SamplingRows:
-        """Of the row behind what holds so far."""
+        """The sampling rows behind what holds so far."""
         prefix = [self.scheduled.window.ids[node] for node in self.path]
         return SamplingRows(self.scheduled.target.sampler, prefix, len(prefix))
 
@@ -177,7 +177,7 @@ class ConstrainedWindow:
             scores[token] = -np.inf
 
     def _masked_choice(self, row: int, plan: SamplingRows, mask: Tensor) -> int:  # [words] int32
-        """Of all ids; -1: there is none."""
+        """The choice among all ids that the mask allows; -1: there is none."""
         logits, greedy = self._logits[row : row + 1], self._noise is None
         sampling = assemble([plan], token_mask=mask[None], for_argmax=greedy)
         if self._noise is None:

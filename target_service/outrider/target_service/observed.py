@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.rpc.messages import Load, StepTimings
-from outrider.rpc.telemetry import StepTracer
-from outrider.target_service.settings import TargetSettings
 
 if TYPE_CHECKING:
     from outrider.target_service.engine import TargetEngine
-    from outrider.target_service.metrics import TargetMetrics
     from outrider.target_service.outputs import ComputedStep
     from outrider.target_service.scheduler import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedStep:
-    """One step."""
+    """What one step did, for whoever counts or traces it."""
 
     started_ns: int  # by the wall clock
     seconds: float  # from its start to what was verified
@@ -87,7 +83,8 @@ def _num_drafted(scheduled: ScheduledSequence) -> int:
 
 def stats_of(engine: TargetEngine) -> EngineStats:
     """The state of our engine; from any thread."""
-    pool, scheduler, draft, grammars = engine.cache.pool, engine.scheduler, engine.local_draft, engine.grammars
+    pool, scheduler = engine.cache.pool, engine.scheduler
+    of_parts: dict[str, Any] = {name: value for part in engine.parts for name, value in part.stats().items()}
     return EngineStats(
         engine.load(),
         num_open=len(scheduler.sequences),
@@ -98,61 +95,5 @@ def stats_of(engine: TargetEngine) -> EngineStats:
         num_found=scheduler.num_found,
         num_preempted=scheduler.num_preempted,
         num_rows_cut=scheduler.num_rows_cut,
-        head_steps=draft.num_steps if draft else 0,
-        head_seconds=draft.seconds if draft else 0.0,
-        head_drafted=draft.num_drafted if draft else 0,
-        num_refused_constraints=grammars.num_refused if grammars else 0,
-        num_late_masks=grammars.num_late if grammars else 0,
-        mask_seconds=grammars.mask_seconds if grammars else 0.0,
-        mask_wait_seconds=grammars.wait_seconds if grammars else 0.0,
-        num_adapters=len(engine.adapters),
-        adapter_sequences=engine.adapters.num_sequences(),
-        num_adapter_swaps=engine.num_adapter_swaps,
-    )
-
-
-def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
-    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
-    if not settings.metrics:
-        return None
-    from outrider.target_service.metrics import TargetMetrics
-
-    return TargetMetrics()
-
-
-def step_watcher(metrics: TargetMetrics | None) -> Callable[[ObservedStep], None] | None:
-    """Traces steps if tracing is on, and counts them; None where nobody does either."""
-    tracer = StepTracer.if_enabled("outrider.target")
-    watchers: list[Callable[[ObservedStep], None]] = []
-    watchers += [partial(trace_step, tracer)] if tracer is not None else []
-    watchers += [metrics.add_step] if metrics is not None else []
-    return partial(_tell_all, watchers) if watchers else None
-
-
-def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None] | None:
-    """The same, of our engine's steps."""
-    watch = step_watcher(metrics)
-    return None if watch is None else lambda step: watch(observed(step))
-
-
-def _tell_all(watchers: Sequence[Callable[[ObservedStep], None]], step: ObservedStep) -> None:
-    for watch in watchers:
-        watch(step)
-
-
-def trace_step(tracer: StepTracer, step: ObservedStep) -> None:
-    """A span of a step that has just ended."""
-    tracer.record(
-        "outrider.verify_step",
-        step.traceparents,
-        step.started_ns,
-        lambda: {
-            "outrider.step.rows": step.timings.num_rows,
-            "outrider.step.sequences": step.timings.num_sequences,
-            "outrider.step.drafted": step.num_drafted,
-            "outrider.step.accepted": step.num_accepted,
-            "outrider.step.draft_us": step.draft_us,
-            "outrider.step.forced": step.num_forced,
-            "outrider.step.mask_us": step.timings.mask_us,
-        },
+        **of_parts,
     )

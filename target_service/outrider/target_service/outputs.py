@@ -5,7 +5,7 @@ what follows it. (Stop strings come before these; the gateway, which has the tex
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,8 +16,9 @@ from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs,
 from outrider.engine.sampler import SamplingRows, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import RowSampling
-from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
-from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.messages import PromptLogprobs, StepTimings
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams, TokenOrigin
 from outrider.target_service.scheduler import ScheduledSequence
 
 RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once
@@ -37,6 +38,15 @@ class VerifiedWindow:
     invalid: bool = False  # a row that mattered held NaN, +inf or no allowed token: an error, never a token
     logprobs: tuple[RowLogprobs, ...] = ()
     path: tuple[int, ...] = ()  # of a tree the nodes that hold
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedVerify:
+    """Windows that are being judged. `read` waits for the device, and gives what is committed of every window whose
+    masks are not late, in no fixed order."""
+
+    read: Callable[[], list[VerifiedWindow]]
+    next_ids: Tensor | None = None  # [n] int64 on the device, by window: the target's own tokens; None: not there
 
 
 def verified_windows(
@@ -170,8 +180,8 @@ def report_prompt(scheduled: ScheduledSequence, logits: Tensor) -> None:
 def prompt_logprobs(
     logits: Tensor, next_ids: Sequence[int], count: int, mode: str, listed: Sequence[Sequence[int]]
 ) -> list[RowLogprobs]:
-    """Of the prompt tokens that follow each row, [rows, vocab], and of the ids listed for it; processors do not apply
-    to a prompt."""
+    """The log probabilities of the prompt tokens that follow each row, [rows, vocab], and of the ids listed for it;
+    processors do not apply to a prompt."""
     raw = f"raw_{mode.rpartition('_')[2]}"
     at_once = RANKED_ON_HOST if logits.device.type == "cpu" else RANKED_ON_DEVICE
     num_rows = max(1, at_once // logits.shape[1])
@@ -206,5 +216,5 @@ class ComputedStep:
 
     @property
     def seconds(self) -> float:
-        """From its start to what was verified."""
+        """The time from its start to what was verified."""
         return self.ended - self.started

@@ -6,13 +6,15 @@ every step; where the rows do not suffice for all others, those that were passed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from outrider.engine.batch import BatchEntry, PreparedAdapter
-from outrider.engine.kv_cache_manager import KVCacheManager
+from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
 from outrider.engine.sampler import SamplingRows, is_numeric_only
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.token_tree import MOST_NODES, depths_of, path_to
+from outrider.planner.estimates import Lag
 from outrider.target_service.adapters import AdapterTurns
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
 from outrider.target_service.forced import with_forced
@@ -23,7 +25,7 @@ PROMPT_SHARE = 0.7  # of the time of the windows in a step, that prompts may add
 LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time that their share would keep prompts small
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """What one sequence does in a step, and which rows of it are the sequence's."""
 
@@ -36,25 +38,18 @@ class ScheduledSequence:
     num_logits: int  # rows from the end that want logits
     first_logit: int = 0  # place of the first of these among those of all sequences of the step
     first_row: int = 0  # place of the first row among those of all sequences of the step
+    end: int = field(init=False)  # position after the last row
+    samples: bool = field(init=False)  # the last committed token is computed, so that tokens can be committed
+    num_verify_rows: int = field(init=False)  # at the end, that judge the window or give the next token
 
-    @property
-    def end(self) -> int:
-        """Position after the last row."""
-        return self.start + self.num_rows
-
-    @property
-    def samples(self) -> bool:
-        """Whether the sequence's last committed token is computed in this step, so that tokens can be committed."""
-        return self.end >= self.committed
-
-    @property
-    def num_verify_rows(self) -> int:
-        """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
-        return self.end - self.committed + 1 if self.samples else 0
+    def __post_init__(self) -> None:
+        self.end = self.start + self.num_rows
+        self.samples = self.end >= self.committed
+        self.num_verify_rows = self.end - self.committed + 1 if self.samples else 0
 
     @property
     def verify_rows(self) -> range:
-        """The same, as rows of the step's logits."""
+        """The rows of the step's logits that judge the window or give the next token."""
         end = self.first_logit + self.num_logits
         return range(end - self.num_verify_rows, end)
 
@@ -73,16 +68,20 @@ class ScheduledSequence:
         return [0, *depths_of(self.window.parents)] if self.window.parents else range(self.num_verify_rows)
 
     @property
+    def num_drafted(self) -> int:
+        """Tokens of the window that a draft proposed."""
+        return len(self.window.ids) - self.window.num_forced
+
+    @property
     def num_further(self) -> int:
         """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
         puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth. So are
         trees, of which acceptance by position does not say what a node is worth."""
-        drafted = len(self.window.ids) - self.window.num_forced
-        stays = not self.target.acceptance.tested or (self.target.rejects and drafted == 1)
+        stays = not self.target.acceptance.tested or (self.target.rejects and self.num_drafted == 1)
         return 0 if stays or self.window.parents else self.num_verify_rows - 1 - self.window.num_forced
 
     def goodput_request(self) -> GoodputRequest:
-        """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
+        """What the choice of windows takes of it. A prompt's rows are not the window's."""
         further = self.num_further
         return GoodputRequest(
             self.target.acceptance, self.num_verify_rows - further, self.num_verify_rows - 1 - further, further
@@ -91,10 +90,9 @@ class ScheduledSequence:
     def cut_to(self, further: int) -> int:
         """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
         follow a cut window, so k drafted tokens take k rows."""
-        drafted = len(self.window.ids) - self.window.num_forced
         if further >= self.num_further:
-            return drafted
-        return min(further + 1, drafted - 1) if self.target.rejects else further
+            return self.num_drafted
+        return min(further + 1, self.num_drafted - 1) if self.target.rejects else further
 
     @property
     def draft_us(self) -> int:
@@ -106,8 +104,51 @@ class ScheduledSequence:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
         ids = sequence.tokens[self.start : self.end]
+        ids += [0] * (self.num_rows - len(ids))  # what the device alone has
         adapter = None if self.target.adapter is None else self.target.adapter.prepared
         return BatchEntry(ids, self.start, sequence.block_table, self.num_logits, self.window.parents, adapter)
+
+    @property
+    def follows_plainly(self) -> bool:
+        """Whether a plain token of it may follow another one that nobody has read yet: where it drafts nothing, and
+        none of its parameters looks at earlier tokens."""
+        target = self.target
+        return (
+            self.num_logits == 1
+            and not self.window.ids
+            and not target.max_window
+            and not (target.is_suspect or target.wants_constraint or target.adapter)
+            and is_numeric_only(target.sampler)
+            and target.open.sampling.logprobs is None
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its credit, or the request, ends with a plain token of this step."""
+        after = self.committed + 1
+        return self.target.until <= after or self.target.tokens_left_at(after) <= 0
+
+    @property
+    def stands(self) -> bool:
+        """Whether its sequence has the tokens and blocks that it was planned for: it may have ended, or been preempted,
+        since."""
+        target = self.target
+        return not target.finished and target.admitted and target.committed == self.committed + len(self.window.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What of their windows sequences that share a step verify."""
+
+    limits: Mapping[SequenceKey, int] = field(default_factory=dict)  # drafted tokens, at most
+    shapes: Mapping[SequenceKey, ScheduledSequence] = field(default_factory=dict)  # what each does with rows enough
+
+    def whole(self, target: TargetSequence, budget: int) -> ScheduledSequence | None:
+        """What a sequence does that is not cut, unless it was preempted since; None else."""
+        shape = self.shapes.get(target.key)
+        if shape is None or shape.num_rows > budget or shape.start != target.sequence.num_computed_tokens:
+            return None
+        return shape if self.limits[target.key] >= shape.num_drafted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +157,7 @@ class RowShares:
 
     windows: int  # rows of sequences past their prompt, all together
     prompts: int  # rows of the others; with those of `windows` they may be more than a step has
-    limits: Mapping[SequenceKey, int]  # the longest window of each sequence that is cut
+    cuts: Cuts
 
 
 class TargetScheduler(Scheduler[TargetSequence]):
@@ -133,11 +174,13 @@ class TargetScheduler(Scheduler[TargetSequence]):
         self.turns: AdapterTurns[PreparedAdapter] | None = None  # of adapters, where the model takes any
         self.sequences: dict[SequenceKey, TargetSequence] = {}
         self.num_rows_cut = self._num_steps = 0  # since the start
+        self._lag = Lag()  # of all sequences
         self._suspect_ran = False  # in the last step
 
     def add(self, target: TargetSequence) -> None:
         """Takes a new sequence."""
         self.sequences[target.key] = target
+        target.lag = Lag(self._lag)
 
     def release(self, target: TargetSequence) -> None:
         """Takes a sequence's blocks, and with them a head's rows."""
@@ -153,6 +196,32 @@ class TargetScheduler(Scheduler[TargetSequence]):
         """When each sequence with credit may run."""
         return [due for target in self.sequences.values() if (due := target.due(now)) is not None]
 
+    def cohort(self, now: float) -> tuple[list[TargetSequence], list[TargetSequence]]:
+        """Who could be in the next step, and who in the same one if the chains came that they wait for. None, where a
+        prompt or a suspect could: these are not held up."""
+        ready, missing = [], []
+        for target in self.sequences.values():
+            if (due := target.due(now)) is None:
+                continue
+            if target.is_suspect or self._is_prompt(target):
+                if due <= now:
+                    return [], []
+            elif due <= now:
+                ready.append(target)
+            else:
+                missing.append(target)
+        return (ready, self._that_fit(ready, missing)) if ready and missing else ([], [])
+
+    def _that_fit(self, ready: Sequence[TargetSequence], missing: Sequence[TargetSequence]) -> list[TargetSequence]:
+        """Those that are missing whose adapters and rows have room beside the ready ones."""
+        there = {target.adapter.prepared for target in ready if target.adapter is not None}
+        wanted = there.union(target.adapter.prepared for target in missing if target.adapter is not None)
+        if self.turns is not None and len(wanted) > self.turns.most:
+            missing = [target for target in missing if target.adapter is None or target.adapter.prepared in there]
+        left = self.max_rows - sum(target.last_rows for target in ready)
+        totals = accumulate(target.last_rows for target in missing)
+        return [target for target, total in zip(missing, totals, strict=True) if total <= left]
+
     def plan(self, ready: Sequence[TargetSequence]) -> list[ScheduledSequence]:
         """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
         rows. Blocks are reserved and windows appended; if it raises, no longer."""
@@ -167,21 +236,47 @@ class TargetScheduler(Scheduler[TargetSequence]):
             for target in ready:
                 is_prompt = target.key in prompts
                 rows = min(budget, left[is_prompt])
-                limit = shares.limits.get(target.key, self.max_window)
-                scheduled = self._enter(target, rows, limit, step) if rows > 0 else None
+                scheduled = self._enter(target, rows, shares.cuts, step) if rows > 0 else None
                 if scheduled is not None:
-                    step.append(replace(scheduled, first_logit=num_logits, first_row=self.max_rows - budget))
+                    scheduled.first_logit, scheduled.first_row = num_logits, self.max_rows - budget
+                    step.append(scheduled)
                     num_logits += scheduled.num_logits
                     budget -= scheduled.num_rows
                     left[is_prompt] -= scheduled.num_rows
-                    target.last_step = self._num_steps
+                    target.last_step, target.last_rows = self._num_steps, scheduled.num_rows
         except Exception:
             self.roll_back(step)
             raise
         return step
 
+    def follow(self, step: Sequence[ScheduledSequence], now: float) -> dict[int, ScheduledSequence]:
+        """The step after one of which nothing was read yet, by places in that one: a plain token more of each that goes
+        on, whose row is that of the token which the device has. None where one cannot go on so, or others could be in
+        that step, too."""
+        members = {scheduled.target.key for scheduled in step}
+        others = (target for target in self.sequences.values() if target.key not in members)
+        going = {place: one for place, one in enumerate(step) if one.stands and not one.is_last}
+        if (
+            not all(one.samples for one in step)
+            or not all(one.follows_plainly for one in going.values())
+            or any((due := target.due(now)) is not None and due <= now for target in others)
+        ):
+            return {}
+        try:
+            for one in going.values():
+                self.cache.extend(one.target.sequence, num_tokens=one.committed + 1)
+        except OutOfBlocks:
+            return {}
+        self._num_steps += 1
+        for one in going.values():
+            one.target.last_step, one.target.last_rows = self._num_steps, 1
+        return {
+            place: ScheduledSequence(one.target, one.committed + 1, one.committed, 1, EMPTY_WINDOW, True, 1, row, row)
+            for row, (place, one) in enumerate(going.items())
+        }
+
     def _in_turn(self, ready: Sequence[TargetSequence]) -> Sequence[TargetSequence]:
-        """Those whose adapters may be in one step; the first stays."""
+        """The sequences whose adapters may be in one step; the first stays."""
         wanted = [target.adapter.prepared for target in ready if target.adapter is not None]
         if self.turns is None or not wanted:
             return ready
@@ -241,17 +336,17 @@ class TargetScheduler(Scheduler[TargetSequence]):
         oldest_is_prompt = min((*windows, *prompts), key=lambda target: target.seniority) in prompts
         entering, reserved = self._look_up(prompts, (self.max_rows + oldest_is_prompt) // 2)
         for_windows = self.max_rows - reserved
-        limits = self._cut([*windows, *entering], for_windows)
-        shapes = [self._shape(t, self.max_rows, limits.get(t.key, self.max_window)) for t in windows]
+        cuts = self._cut([*windows, *entering], for_windows)
+        shapes = [self._shape(t, self.max_rows, cuts.limits.get(t.key, self.max_window)) for t in windows]
         wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
         for_prompts = self.max_rows - wanted
         if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
             in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
             for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
-        return RowShares(for_windows, for_prompts, limits)
+        return RowShares(for_windows, for_prompts, cuts)
 
     def _look_up(self, prompts: Iterable[TargetSequence], most: int) -> tuple[list[TargetSequence], int]:
-        """Those that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
+        """The prompts that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
         entering, rows = [], 0
         for target in prompts:
             if rows >= most:
@@ -261,15 +356,18 @@ class TargetScheduler(Scheduler[TargetSequence]):
             rows += target.committed - target.sequence.num_computed_tokens
         return entering, min(rows, most)
 
-    def _cut(self, targets: Sequence[TargetSequence], max_rows: int) -> dict[SequenceKey, int]:
-        """The longest window that each of those that share a step shall verify in it, with `max_rows` for all."""
+    def _cut(self, targets: Sequence[TargetSequence], max_rows: int) -> Cuts:
+        """What each of those that share a step shall verify in it, with `max_rows` for all."""
         if self.goodput is None or not self.cut_windows or len(targets) < 2:
-            return {}
+            return Cuts()
         shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
         windows = [shape for shape in shapes if shape.samples]
         further = self.goodput.choose([shape.goodput_request() for shape in windows], max_rows)
         self.num_rows_cut += sum(shape.num_further for shape in windows) - sum(further)
-        return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
+        return Cuts(
+            {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)},
+            {shape.target.key: shape for shape in windows},
+        )
 
     def _look_for_prefix(self, target: TargetSequence) -> None:
         """A prompt whose log probabilities are wanted is computed whole."""
@@ -277,14 +375,16 @@ class TargetScheduler(Scheduler[TargetSequence]):
         target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
 
     def _enter(
-        self, target: TargetSequence, budget: int, max_window: int, step: Iterable[ScheduledSequence]
+        self, target: TargetSequence, budget: int, cuts: Cuts, step: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
         self._look_for_prefix(target)
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
             # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
             target.patience_spent = True
-        scheduled = self._shape(target, budget, max_window)
+        scheduled = cuts.whole(target, budget)
+        if scheduled is None:
+            scheduled = self._shape(target, budget, cuts.limits.get(target.key, self.max_window))
         everyone, in_step = self.sequences.values(), [other.target for other in step]
         if self.reserve(target, scheduled.end, everyone, in_step, scheduled.window.ids):
             return scheduled
@@ -294,14 +394,13 @@ class TargetScheduler(Scheduler[TargetSequence]):
 
     def _shape(self, target: TargetSequence, budget: int, max_window: int) -> ScheduledSequence:
         """How many rows: a chunk of what is not computed, or all of it and the window."""
-        start = target.sequence.num_computed_tokens
-        missing = target.committed - start  # at least 1: the last token's logits are always to come
+        committed, start = target.committed, target.sequence.num_computed_tokens
+        missing = committed - start  # at least 1: the last token's logits are always to come
         wants_prompt = target.wants_prompt_logprobs
         if missing > budget:
-            return ScheduledSequence(
-                target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
-            )
-        room = min(target.until - target.committed, target.tokens_left)
+            num_logits = budget if wants_prompt else 0
+            return ScheduledSequence(target, committed, start, budget, EMPTY_WINDOW, False, num_logits)
+        room = min(target.until - committed, target.tokens_left_at(committed))
         limit = min(target.max_window, max_window, room, budget - missing)
         window = target.chains.window(limit, most_rows=MOST_NODES + 1 - missing, depth=room - 1)
         if self.max_forced and (own := target.sampler.constraint) is not None:
@@ -312,4 +411,4 @@ class TargetScheduler(Scheduler[TargetSequence]):
         # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
         num_rows = missing + num_drafted - (0 if takes_next else 1)
         num_logits = num_rows if wants_prompt else num_rows - missing + 1
-        return ScheduledSequence(target, target.committed, start, num_rows, window, takes_next, num_logits)
+        return ScheduledSequence(target, committed, start, num_rows, window, takes_next, num_logits)

@@ -3,6 +3,7 @@ becomes one, within the target's limits, or is refused with the reason."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,9 @@ from typing import Any
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler
-from outrider.planner.estimates import Acceptance
+from outrider.planner.estimates import Acceptance, Lag
 from outrider.rpc.errors import (
     OTHER_MODEL,
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -28,12 +28,12 @@ from outrider.rpc.messages import (
     Adapter,
     Credit,
     Open,
-    PositionLogprobs,
     TargetEvent,
     validate_length,
     validate_open,
 )
-from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS, AcceptanceRule
 from outrider.target_service.adapters import NO_ADAPTER, ServedAdapter
 from outrider.target_service.draft_buffer import ChainBuffer
 
@@ -62,7 +62,7 @@ class TargetSequence:
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     seniority: tuple[float, int]  # when it came, later by its priority, then order of arrival: the least goes first
-    deadline: float | None  # on the scheduler's clock
+    deadline: float  # on the scheduler's clock
 
     # Its tokens, what computes them, and what the next ones are drawn by.
     sequence: CachedSequence
@@ -91,17 +91,29 @@ class TargetSequence:
     patience_spent: bool = True  # the first token waits for no draft; later a wait that ran out is not repeated
     last_commit: float = 0.0
     ready_since: float = 0.0  # when the next round could have started
+    lag: Lag = field(default_factory=Lag)  # from its commits to its next windows
 
     # Its place among the others.
     group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
     last_step: int = 0  # number of the last step that it was in
+    last_rows: int = 1  # in that step
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     num_cached_ids: int = 0
 
     @property
+    def wants_constraint(self) -> bool:
+        """Whether its tokens have to follow anything beside the sampling parameters."""
+        return self.open.sampling.structured_output is not None or self.open.reasoning is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is in no step until its constraint, or its masks, are there."""
+        return self.waits_for is not None
+
+    @property
     def committed(self) -> int:
-        """The committed length."""
-        return len(self.sequence)
+        """How many tokens are committed, the prompt's included."""
+        return len(self.sequence.tokens)
 
     @property
     def num_output(self) -> int:
@@ -114,7 +126,7 @@ class TargetSequence:
         return self.tokens_left_at(self.committed)
 
     def tokens_left_at(self, length: int) -> int:
-        """The same, were the committed length `length`."""
+        """How many tokens might still be generated, were the committed length `length`."""
         return self.open.sampling.max_tokens - (length - self.prompt_len)
 
     @property
@@ -167,7 +179,7 @@ class TargetSequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether one more token may be committed."""
-        return self.until > self.committed and not self.finished and self.waits_for is None
+        return self.until > len(self.sequence.tokens) and not self.finished and self.waits_for is None
 
     def due(self, now: float) -> float | None:
         """When the next round may start: now or earlier if it may run, later while it waits for a chain, None
@@ -207,32 +219,30 @@ def admit(
     now: float,
     adapter: ServedAdapter | None = None,  # that it has
 ) -> TargetSequence:
-    """Makes the sequence. A child takes its parent's prompt ids at once. Raises an OutriderError that says why it is
-    not taken."""
-    whole = with_prompt(message, None if parent is None else parent.open)
+    """Makes the sequence of an Open with its prompt. Raises an OutriderError that says why it is not taken."""
     info = None if adapter is None else adapter.info
-    check_open(whole, limits, info)
-    sampler = _sampler(whole, limits)
+    check_open(message, limits, info)
+    sampler = _sampler(message, limits)
     digest = "" if info is None else info.digest
-    sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt, adapter=digest)
+    sequence = CachedSequence([*message.prompt_ids, *message.output_ids], salt=message.salt, adapter=digest)
     return TargetSequence(
         key=key,
-        open=whole,
-        prompt_len=len(whole.prompt_ids),
+        open=message,
+        prompt_len=len(message.prompt_ids),
         eos_ids=limits.eos_ids,
         sink=sink,
         arrival=arrival,
-        seniority=(now + PRIORITY_STEP_S * max(-MOST_STEPS, min(whole.priority, MOST_STEPS)), arrival),
-        deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
+        seniority=(now + PRIORITY_STEP_S * max(-MOST_STEPS, min(message.priority, MOST_STEPS)), arrival),
+        deadline=now + message.timeout_ms / 1000 if message.timeout_ms else math.inf,
         sequence=sequence,
         adapter=adapter,
         sampler=sampler,
-        random_key=RandomKey(whole.seed, whole.completion),
+        random_key=RandomKey(message.seed, message.completion),
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
-        next_chain=whole.first_chain,
+        next_chain=message.first_chain,
         last_commit=now,
         ready_since=now,
-        group=(parent.group or parent.key) if parent is not None else key,
+        group=(parent.group or parent.key) if parent else key,
     )
 
 
@@ -245,7 +255,7 @@ def _sampler(message: Open, limits: TargetLimits) -> SequenceSampler:
 
 
 def with_prompt(message: Open, parent: Open | None) -> Open:
-    """The same with its prompt, which a fork takes from its parent. Raises Unavailable where that is gone."""
+    """An Open with its prompt, which a fork takes from its parent. Raises Unavailable where that is gone."""
     if message.fork_of is None:
         return message
     if parent is None:
@@ -269,8 +279,6 @@ def check_open(message: Open, limits: TargetLimits, adapter: Adapter | None = No
     if len(message.output_ids) >= message.sampling.max_tokens:
         problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
         raise InvalidArgument.of([Violation("open.output_ids", problem)])
-    if message.features:
-        raise FailedPrecondition("this target sends no hidden states", reason="NO_FEATURES")
     if message.acceptance == AcceptanceRule.AUTO:
         raise InvalidArgument.of([Violation("acceptance", "is not set; allowed: rejection, coupled, block")])
     length = len(message.prompt_ids) + message.sampling.max_tokens

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from outrider.engine.adapters.config import MOST_RANK
+from outrider.engine.adapters.ranks import MOST_RANK, MOST_RANK_ON_VLLM
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
-from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import (
     CHECKPOINT,
     Address,
+    MaxLogprobs,
     ModelSettings,
     ServerSettings,
     VllmMetrics,
     named_folders,
 )
+from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 # No engine but ours has them.
 OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
-MOST_RANK_ON_VLLM = 512
 # vLLM's engine arguments that follow from the adapters' flags.
 ADAPTER_ARGUMENTS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "default_mm_loras",
@@ -37,6 +38,8 @@ def parse_arguments(given: object) -> object:
 
 class EngineSettings(BaseModel):
     """Whose engine runs the model: of a target service, and of what starts one."""
+
+    subjects: ClassVar[Mapping[str, str]] = {"engine": "engine"}
 
     engine: Literal["outrider", "vllm"] = Field(
         "outrider",
@@ -66,8 +69,24 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     """What a target service is told at start, besides what all services are."""
 
     section: ClassVar[str] = "target"
+    subjects: ClassVar[Mapping[str, str]] = {
+        "model": "model and device",
+        "listen": "serving",
+        "head": "drafting by a head",
+        "adapter": "adapters",
+        "prefix_cache": "steps",
+        "max_logprobs": "what requests may ask for",
+        "vllm_metrics": "serving",
+    }
+    first: ClassVar[tuple[str, ...]] = (
+        "model", "listen", "device", "dtype", "threads", "max_model_len", "cache_mb", "head", "engine", "metrics",
+    )  # fmt: skip
 
     model: Annotated[Path, CHECKPOINT]
+    trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
+    expand: bool = Field(
+        False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
+    )
     listen: Address = "127.0.0.1:50051"
     head: Path | None = Field(
         None,
@@ -81,16 +100,16 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     )
     adapter: list[str] = Field(
         default_factory=list,
-        description="NAME=DIR: a low-rank adapter (LoRA) in PEFT's layout, which requests name",
+        description="NAME=DIR: a low-rank adapter (LoRA) of the target in PEFT's layout, which requests name",
     )
     max_adapters: int = Field(4, ge=1, le=256, description="adapters of one step: as many lie on the device at once")
     max_adapter_rank: int | None = Field(
         None, ge=1, le=MOST_RANK_ON_VLLM,
-        description=f"greatest rank (default: the greatest of --adapter; with --allow-adapter-changes {MOST_RANK}); to "
-        f"{MOST_RANK}, on vLLM to {MOST_RANK_ON_VLLM}",
+        description=f"greatest rank of an adapter (default: the greatest of --adapter; with --allow-adapter-changes "
+        f"{MOST_RANK}); to {MOST_RANK}, on vLLM to {MOST_RANK_ON_VLLM}",
     )  # fmt: skip
     allow_adapter_changes: bool = Field(
-        False, description="adapters may be loaded and unloaded while it serves (LoadAdapter, UnloadAdapter)"
+        False, description="adapters may be loaded and unloaded while it serves: outrider adapter"
     )
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
@@ -99,11 +118,8 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         8, ge=0, le=128, description="most tokens of a step that are guessed at because a grammar forces them; 0: none"
     )
     cut_windows: bool = Field(True, description="verify fewer drafted tokens where sequences share a step and it pays")
-    max_logprobs: int = Field(
-        MAX_LOGPROBS,
-        ge=ALL_LOGPROBS,
-        description="most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
-    )
+    untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
+    max_logprobs: MaxLogprobs = MAX_LOGPROBS
     max_media_bytes: int = Field(
         MAX_MEDIA_BYTES,
         ge=0,
@@ -113,12 +129,7 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     max_media_pixels: int = Field(
         MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="most pixels of a sequence's pictures, all together"
     )
-    untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
     vllm_metrics: VllmMetrics = False
-    trust_remote_code: bool = Field(False, description="run code that comes with the checkpoint")
-    expand: bool = Field(
-        False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
-    )
 
     @property
     def tree(self) -> TokenTree | None:

@@ -30,13 +30,17 @@ from outrider.kernels.verify.reference import (
 )
 from outrider.target_service.grammars import StepMasks
 from outrider.target_service.lazy_masks import takes_masks_lazily, under_constraints
-from outrider.target_service.outputs import VerifiedWindow, verified_windows
+from outrider.target_service.outputs import LaunchedVerify, VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 
+PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
+ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
+HOST = torch.device("cpu")
+
 
 class VerifyRule(IntEnum):
-    """In order: on a device a batch is under all rules up to the last one of its windows."""
+    """How windows are judged, in an order: on a device a batch is under all rules up to the last one of its windows."""
 
     GREEDY = 0
     COUPLED = 1
@@ -62,15 +66,15 @@ class VerifyBatch(Protocol):
 
     @property
     def greedy_rows(self) -> Tensor | None:  # [rows] bool
-        """None under one rule."""
+        """Which rows are under the greedy rule; None where all are under one rule."""
 
     @property
     def rejecting(self) -> Tensor | None:  # [n] bool
-        """Token by token, or by blocks; None under one rule."""
+        """Which windows are judged by rejection, token by token or by blocks; None where all are under one rule."""
 
     @property
     def by_block(self) -> Tensor | None:  # [n] bool
-        """None where none is."""
+        """Which windows are judged by blocks; None where none is."""
 
     @property
     def is_plain(self) -> bool:
@@ -86,7 +90,7 @@ class VerifyBatch(Protocol):
 
     @property
     def parents(self) -> Tensor | None:  # [drafted] int64
-        """Of each of them, where there are trees, the row of its window that judges it."""
+        """The row of its window that judges each drafted token, where there are trees."""
 
     @property
     def draft_weights(self) -> DraftWeights | PackedEntries:
@@ -107,8 +111,8 @@ VerifyResult = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyResult:  # logits: [rows, vocab] float32
-    """Of each window how many drafted tokens hold, and the token after them. Plain tokens need no comparison, and every
-    operation costs: a pass leaves the processor's caches full of weights."""
+    """Says how many drafted tokens of each window hold, and the token after them. Plain tokens need no comparison, and
+    every operation costs: a pass leaves the processor's caches full of weights."""
     own: list[Tensor] = []  # [rows] each: the target's own tokens, which drafted ones must equal
     judged: list[tuple[Tensor, Tensor]] = []  # accepted and next ids, [n] each
     held = None
@@ -148,11 +152,6 @@ def _either(is_first: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if is_first is None else torch.where(is_first, parts[0], parts[1])
 
 
-PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
-ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
-HOST = torch.device("cpu")
-
-
 def verify_source(device: torch.device) -> RandomSource:
     """Rows are [3, 4] int64: four words under each purpose."""
 
@@ -173,10 +172,10 @@ class HostVerifier:
         self._words = verify_source(HOST)
 
     @torch.inference_mode()
-    def verify(
+    def launch(
         self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
-    ) -> list[VerifiedWindow]:
-        """Judges every window whose masks are not late, in no fixed order; logits: [rows that want them, vocab]."""
+    ) -> LaunchedVerify:
+        """Judges every window whose masks are not late, at once; logits: [rows that want them, vocab]."""
         groups: dict[VerifyRule, list[ScheduledSequence]] = {}
         for member in windows:
             groups.setdefault(rule_of(member.target), []).append(member)
@@ -189,7 +188,8 @@ class HostVerifier:
             if masks is not None:
                 judged = under_constraints(judged, members, chosen, lambda one: self._noise.rows(_spans([one])), masks)
             verified += verified_windows(chosen, members, *judged, token_mask=mask)
-        return [window for window in verified if window.scheduled.target.waits_for is None]
+        in_time = [window for window in verified if not window.scheduled.target.is_waiting]
+        return LaunchedVerify(lambda: in_time)
 
     @torch.inference_mode()
     def prepare(self, target: TargetSequence) -> bool:
@@ -282,7 +282,7 @@ def draft_ids_of(windows: Sequence[ScheduledSequence]) -> Tensor:
 
 
 def parents_of(windows: Sequence[ScheduledSequence]) -> Tensor | None:
-    """Of every drafted token the row of its window that judges it, [drafted] int64; None where there is no tree."""
+    """The row of its window that judges every drafted token, [drafted] int64; None where there is no tree."""
     if not any(window.window.parents for window in windows):
         return None
     parents = [row for w in windows for row in w.window.parents or range(len(w.window.ids))]
@@ -290,7 +290,7 @@ def parents_of(windows: Sequence[ScheduledSequence]) -> Tensor | None:
 
 
 def weights_of(scheduled: ScheduledSequence) -> list[tuple[bytes, bytes] | None]:
-    """By drafted token the ids and weights that it was drawn from, packed uint32. None is one-hot: under another rule
+    """The ids and weights that each drafted token was drawn from, packed uint32. None is one-hot: under another rule
     than rejection, and where none came or ids and weights differ in number."""
     if not scheduled.target.rejects:
         return [None] * len(scheduled.window.ids)

@@ -16,8 +16,8 @@ QUANTISED = ("quantization_config", "compression_config")  # how weights are kep
 
 
 def linears_of(folder: Path, *, trust_remote_code: bool = False) -> Mapping[str, tuple[int, int]]:
-    """By the modules' names, as our engine has them: outputs and inputs. Of quantised weights as well, and without any
-    being read. Raises UnsupportedAdapter for a model whose products nobody here knows."""
+    """The outputs and inputs of each product, by the modules' names as our engine has them. Of quantised weights as
+    well, and without any being read. Raises UnsupportedAdapter for a model whose products nobody here knows."""
     config = {name: value for name, value in checkpoint.read_config(folder).items() if name not in QUANTISED}
     try:
         if (parsed := parsed_config(config, None)) is not None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import regex
 
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.models.base import UnsupportedModel
 
 CONFIG_NAME = "adapter_config.json"
-MOST_RANK = 64
 MOST_ALPHA = 1_000_000
 ALL_LINEAR = "all-linear"
 MOST_PATTERN_CHARS = 2000
@@ -130,7 +130,7 @@ def _ends(pattern: str, name: str, find: Patterns) -> bool:
 
 
 def parse_adapter_config(given: Mapping[str, Any], most_rank: int = MOST_RANK) -> AdapterConfig:
-    """From the contents of adapter_config.json. Raises UnsupportedAdapter."""
+    """Reads the contents of adapter_config.json. Raises UnsupportedAdapter."""
     if (kind := given.get("peft_type")) != "LORA":
         raise _wrong("peft_type", kind, "LORA")
     for name, value in given.items():

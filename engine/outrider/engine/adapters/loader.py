@@ -19,12 +19,12 @@ from torch import Tensor
 
 from outrider.engine.adapters.config import (
     CONFIG_NAME,
-    MOST_RANK,
     AdapterConfig,
     ModuleRank,
     UnsupportedAdapter,
     parse_adapter_config,
 )
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.checkpoint import checkpoint_digest, read_json, read_tensors
 from outrider.engine.models.base import CausalLM, LowRank, TakesAdapters, UnsupportedModel, WrongCheckpoint
 
@@ -39,7 +39,7 @@ SHOWN = 4  # tensors in a message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
-    """What it adds to each product of its base."""
+    """An adapter: what it adds to each product of its base."""
 
     digest: str
     rank: int  # the greatest of its products'
@@ -65,7 +65,7 @@ def read_adapter(
     model_digest: str,
     most_rank: int = MOST_RANK,
 ) -> LoadedAdapter:
-    """The same of a base whose products alone are known. Raises UnsupportedAdapter with the reason."""
+    """Reads an adapter of a base whose products alone are known. Raises UnsupportedAdapter with the reason."""
     folder = Path(folder)
     with _named(folder):
         given = _read_config(folder)
@@ -127,7 +127,7 @@ def _modules(
 
 
 def _renaming(linears: Iterable[str], state: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """From the base's names of modules to those in the file, which was trained beside a vision tower or not."""
+    """Maps the base's names of modules to those in the file, which was trained beside a vision tower or not."""
     for prefix in TEXT_PREFIXES:
         is_there = any(name.startswith(PREFIX + prefix) for name in state)
         if is_there and not any(name.startswith(prefix) for name in linears):

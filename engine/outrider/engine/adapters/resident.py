@@ -21,7 +21,7 @@ class AdapterRoom:
 
 
 class ResidentAdapters:
-    """Of one model. Called from the thread that runs it, but for `prepare`."""
+    """The adapters that one model has on its device. Called from the thread that runs it, but for `prepare`."""
 
     def __init__(self, model: object, room: AdapterRoom) -> None:
         """Takes the memory. Raises UnsupportedModel for a model without adapters."""
@@ -35,7 +35,8 @@ class ResidentAdapters:
         self._slot_of: OrderedDict[PreparedAdapter, int] = OrderedDict()  # the one wanted longest ago first
 
     def prepare(self, loaded: LoadedAdapter) -> PreparedAdapter:
-        """In the layout of a slot, on the host; from any thread. Raises ValueError for a rank that has no room."""
+        """Lays an adapter out as a slot has it, on the host; from any thread. Raises ValueError for a rank that has no
+        room."""
         if loaded.rank > self.room.max_rank:
             raise ValueError(f"rank: is {loaded.rank}; allowed here: at most {self.room.max_rank}")
         return PreparedAdapter(loaded.digest, loaded.rank, self._bank.prepare(loaded.modules))

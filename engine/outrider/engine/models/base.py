@@ -47,7 +47,7 @@ class CausalLM(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, the activations and the cache."""
+        """The type of the weights, the activations and the cache."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -74,11 +74,11 @@ class ReadableWeights(Protocol):
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """Of the ids, not scaled."""
+        """The embeddings of the ids, not scaled."""
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
-        """Of the language-model head; None where it is kept in a layout of the product's own alone."""
+        """The weight of the language-model head; None where it is kept in a layout of the product's own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +113,4 @@ class TakesAdapters(Protocol):
 
     @property
     def adapters(self) -> AdapterBank:
-        """Those that it has."""
+        """The adapters that the model has on its device."""

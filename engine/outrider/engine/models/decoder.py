@@ -22,6 +22,9 @@ from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
 from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm
 
+Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
+
 
 class Embedding:
     """Looks up rows of `weight`, times `scale` where there is one: rounded to the type of the rows, as in training."""
@@ -42,11 +45,7 @@ class Embedding:
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
 
-Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
-KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
-
-
-class Block:
+class DecoderLayer:
     """Attention, then the gated feed-forward, of rows that are normed already."""
 
     def __init__(
@@ -139,7 +138,7 @@ class _Layer:
         gate_up = linear("mlp.gate_proj", "mlp.up_proj")
         down = linear("mlp.down_proj")
         self._input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)  # [hidden]
-        self._block = Block(
+        self._block = DecoderLayer(
             config,
             qkv=qkv,
             output=output,
@@ -158,7 +157,7 @@ class _Layer:
         residual: Tensor,  # [rows, hidden]
         *step: Any,  # as Block.forward takes it
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
-        """As Block.forward."""
+        """Computes the layer as DecoderLayer.forward does."""
         if update is None:
             normed = rms_norm(residual, self._input_norm, self._eps, batch_invariant=self._batch_invariant)
         else:
@@ -207,12 +206,12 @@ class Decoder:
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """Of the ids, not scaled."""
+        """The embeddings of the ids, not scaled."""
         return self._embedding.weight
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
-        """Of the language-model head; None where it is kept in a layout of the product's own alone."""
+        """The weight of the language-model head; None where it is kept in a layout of the product's own alone."""
         return self._head.weight
 
     def forward(
@@ -250,7 +249,8 @@ class Decoder:
         return residual if update is None else residual + update
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:
-        """Of all layers of one window. Where keys are split follows from `max_model_len`, in every batch alike."""
+        """The plan that all layers of one window share. Where keys are split follows from `max_model_len`, in every
+        batch alike."""
         if isinstance(batch, StaticBatch):
             return plan_on_device(
                 batch.block_tables,

@@ -22,6 +22,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 from outrider.kernels.layers.reference import rotary_table
 
+READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+# Far above every model's: what is larger is a damaged file, or one that is to fill the memory.
+MOST_SIZES = {
+    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
+}  # fmt: skip
+# Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -62,18 +73,8 @@ FAMILIES = {
     "phi3": Family(attention_bias="never", fused=True, partial_rotary=True),
 }
 BY_MODEL_TYPE = FAMILIES | {row.with_vision: row for row in FAMILIES.values() if row.with_vision is not None}
-READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
 BY_MODEL_TYPE |= {name: FAMILIES[family] for name, family in READ_AS.items()}
 MODEL_TYPES = tuple(BY_MODEL_TYPE)
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-# Far above every model's: what is larger is a damaged file, or one that is to fill the memory.
-MOST_SIZES = {
-    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
-    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
-}  # fmt: skip
-# Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,12 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of attention."""
+        """How many layers of attention there are."""
         return len(self.sliding_windows)
 
 
 def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
+    """Reads the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
     NotForDecoder for what transformers may compute instead."""
     try:
         return _parsed(config, max_model_len)
@@ -170,7 +171,7 @@ def _check_sizes(hf: Any) -> None:
 
 
 def rotary_parameters(hf: Any, layer_type: str | None) -> dict[str, Any]:
-    """Of the rotary table of a type of layer, or of the only one."""
+    """The parameters of the rotary table of a type of layer, or of the only one."""
     parameters: dict[str, Any] = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     return parameters
 
@@ -250,7 +251,7 @@ def _rotary_dim(hf: Any, head_dim: int, family: Family, rotary_types: tuple[str 
 
 
 def rotary_tables(config: DecoderConfig, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """By type of layer cos and signed sin, [max_model_len, head_dim] each."""
+    """The tables by type of layer, cos and signed sin, [max_model_len, head_dim] each."""
     return {kind: _tables(config, kind, dtype) for kind in set(config.rotary_types)}
 
 

@@ -38,11 +38,11 @@ class HookedAdapters:
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """By the modules' names."""
+        """The outputs and inputs of each product, by the modules' names."""
         return {name: (module.out_features, module.in_features) for name, module in self._linears.items()}
 
     def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Of all slots, where the modules' weights are."""
+        """Makes room for all slots, where the modules' weights are."""
         rank = slot_rank(max_rank)
         self._weights = {
             name: LowRankWeights(
@@ -56,7 +56,7 @@ class HookedAdapters:
         self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[str, LowRank]:
-        """In the type of the weights, on the host."""
+        """Brings an adapter into the type of the weights, on the host."""
         dtypes = {name: self._weights[name].down.dtype for name in modules}
         return {
             name: LowRank(one.down.to(dtypes[name]), one.up.to(dtypes[name]), one.scaling)

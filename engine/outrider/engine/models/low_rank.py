@@ -33,7 +33,7 @@ def slot_rank(max_rank: int) -> int:
 
 
 def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Of every layer, by the checkpoint's names: outputs and inputs."""
+    """The outputs and inputs of every layer's products, by the checkpoint's names."""
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
@@ -42,7 +42,7 @@ def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def projection_sizes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Of one layer, by the names of PRODUCTS: outputs and inputs."""
+    """The outputs and inputs of one layer's products, by the names of PRODUCTS."""
     hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
     return {
@@ -57,8 +57,8 @@ def projection_sizes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 
 def by_layer(config: DecoderConfig, modules: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
-    """Of each layer, by the names of PRODUCTS. What a checkpoint fuses shares the lower factor; of heads of which a
-    part turns, that part comes first."""
+    """What an adapter has for each layer, by the names of PRODUCTS. What a checkpoint fuses shares the lower factor; of
+    heads of which a part turns, that part comes first."""
     parts, layers = fused_parts(config), []
     for index in range(config.num_layers):
         layer: dict[str, LowRank] = {}
@@ -103,11 +103,11 @@ class StackedAdapters:
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """By the checkpoint's names."""
+        """The outputs and inputs of each product, by the checkpoint's names."""
         return decoder_linears(self._config)
 
     def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Of all slots, on the device."""
+        """Makes room for all slots, on the device."""
         rank, sizes = slot_rank(max_rank), projection_sizes(self._config)
 
         def weights(*parts: str) -> LowRankWeights:
@@ -122,7 +122,7 @@ class StackedAdapters:
         self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[tuple[int, str], _Part]:
-        """By layer and product."""
+        """Lays an adapter out by layer and product."""
         return {
             (index, name): self._part(self._layers[index][name], [layer.get(part) for part in parts])
             for index, layer in enumerate(by_layer(self._config, modules))
@@ -145,7 +145,7 @@ class StackedAdapters:
         self._held[slot] = frozenset(parts)
 
     def step(self, slots: Tensor) -> Sequence[LayerAdapters]:  # [rows] int32
-        """Of each layer, for a step whose rows have these."""
+        """What each layer adds in a step whose rows have these adapters."""
         changed = frozenset().union(*self._held)
         return [
             LayerAdapters(
@@ -157,7 +157,7 @@ class StackedAdapters:
         ]
 
     def _part(self, weights: LowRankWeights, slices: Sequence[LowRank | None]) -> _Part:
-        """As large as the greatest rank of the slices asks for."""
+        """A part that is as large as the greatest rank of the slices asks for."""
         rank, (_, num_slices, _, width) = max(len(one.down) for one in slices if one), weights.down.shape
         down, up = self._host((num_slices, rank, width)), self._host((weights.bounds[-1], rank))
         scaling = torch.zeros(num_slices)

@@ -14,7 +14,7 @@ from outrider.kernels.cpu.low_rank import CpuAdapter, CpuAdapters
 
 
 class NativeAdapters:
-    """An AdapterBank."""
+    """The AdapterBank of the C decoder, which follows pointers."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config
@@ -23,15 +23,15 @@ class NativeAdapters:
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """By the checkpoint's names."""
+        """The outputs and inputs of each product, by the checkpoint's names."""
         return decoder_linears(self._config)
 
     def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Of pointers."""
+        """Makes room for the pointers of all slots."""
         self._slots = CpuAdapters(num_slots, self._sizes)
 
     def prepare(self, modules: Mapping[str, LowRank]) -> CpuAdapter:
-        """In float32."""
+        """Brings an adapter into float32."""
         layers = [
             {_projection(name): (one.down, one.up, one.scaling) for name, one in layer.items()}
             for layer in by_layer(self._config, modules)
@@ -39,7 +39,7 @@ class NativeAdapters:
         return CpuAdapter(layers, {name: outputs for name, (outputs, _) in self._sizes.items()})
 
     def put(self, slot: int, prepared: CpuAdapter | None) -> None:
-        """Points to it."""
+        """Lets a slot point to an adapter."""
         self._slots.put(slot, prepared)
 
     def step(self, slots: Tensor) -> Structure:  # [rows] int32

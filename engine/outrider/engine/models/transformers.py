@@ -45,6 +45,33 @@ PAGED = "outrider_paged"
 INSPECT = "outrider_inspect"
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) indices -> visible
+MAX_WINDOW = 24  # of the copy
+MAX_LAYERS = 4
+MAX_PARAMETERS = 400_000_000
+_MOST = {  # upper bounds that change no mechanism, or make it show in short texts and small scores
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+    "intermediate_size": 128,
+    "ffn_dim": 128,
+    "n_inner": 128,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "sliding_window": MAX_WINDOW,
+    "attention_chunk_size": MAX_WINDOW,
+    "first_k_dense_replace": 1,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 2.0,
+}
+PINNED = "outrider_pinned"  # a type that transformers' update leaves alone
+TOLERANCE = 1e-3  # of the standard deviation of the logits
+LENGTHS = (2 * MAX_WINDOW + 9, MAX_WINDOW + 5)  # of the two sequences: past twice and once the window
+STEPS = ((13, 1), (1, 19), (29, 1), (14, 8))  # rows of each sequence per step
+WRONG_ROWS = 3  # computed beyond each step, with wrong ids throughout, and rolled back
+# What the code of an architecture raises for a configuration or an attention function that it was not written for.
+FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# Where transformers looks for an adapter, and finds none: one that lies beside the weights would be applied to them.
+NO_ADAPTER = {"subfolder": "no-adapter"}
 
 
 @dataclass(slots=True)
@@ -57,7 +84,7 @@ class PagedStep:
     plans: dict[tuple[int | None, int], AttentionPlan] = field(default_factory=dict)
 
     def plan(self, layer: int, heads_per_kv_head: int, dtype: torch.dtype) -> AttentionPlan:
-        """The same for all layers of one window and one number of query heads per key-value head."""
+        """The plan, which is the same for all layers of one window and one number of query heads per key-value head."""
         kind = self.windows[layer], heads_per_kv_head
         if kind not in self.plans:
             self.plans[kind] = plan_attention(
@@ -185,26 +212,6 @@ def _mask_rule(*, mask_function: MaskFunction, device: torch.device | str = "cpu
     return MaskRule(mask_function, device)
 
 
-MAX_WINDOW = 24  # of the copy
-MAX_LAYERS = 4
-MAX_PARAMETERS = 400_000_000
-_MOST = {  # upper bounds that change no mechanism, or make it show in short texts and small scores
-    "vocab_size": 512,
-    "vocab_size_per_layer_input": 512,
-    "intermediate_size": 128,
-    "ffn_dim": 128,
-    "n_inner": 128,
-    "shared_expert_intermediate_size": 64,
-    "shared_intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "sliding_window": MAX_WINDOW,
-    "attention_chunk_size": MAX_WINDOW,
-    "first_k_dense_replace": 1,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 2.0,
-}
-
-
 def small_copy(config: PreTrainedConfig, *, narrow: bool, trust_remote_code: bool) -> PreTrainedModel:
     """Builds the copy in float32 on the CPU with eager attention and weights drawn from a fixed seed. Without `narrow`
     only layers, ids, feed-forward sizes and windows are cut. Raises ValueError if it is still too large, and whatever
@@ -289,9 +296,6 @@ def _randomise(model: nn.Module) -> None:
             weight.add_(noise * 0.2)
 
 
-PINNED = "outrider_pinned"  # a type that transformers' update leaves alone
-
-
 def pin_rotary(model: nn.Module, max_model_len: int) -> None:
     """Chooses the factors of every long-RoPE table once, for sequences of up to `max_model_len` tokens. Dynamic NTK
     stays at the frequencies that it has up to the original length. Raises UnsupportedModel for longer sequences, for
@@ -344,13 +348,13 @@ class RegistryModel:
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """Of the ids, not scaled."""
+        """The embeddings of the ids, not scaled."""
         weight: Tensor = self._model.get_input_embeddings().weight
         return weight.detach()
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
-        """Of the language-model head."""
+        """The weight of the language-model head."""
         head = self._model.get_output_embeddings()
         return None if head is None else head.weight.detach()
 
@@ -412,14 +416,6 @@ def refuse_by_class(model_class: type[Any], config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"it has layers of kind {', '.join(kinds)}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModel(f"{text.num_kv_shared_layers} layers share the keys and values of others")
-
-
-TOLERANCE = 1e-3  # of the standard deviation of the logits
-LENGTHS = (2 * MAX_WINDOW + 9, MAX_WINDOW + 5)  # of the two sequences: past twice and once the window
-STEPS = ((13, 1), (1, 19), (29, 1), (14, 8))  # rows of each sequence per step
-WRONG_ROWS = 3  # computed beyond each step, with wrong ids throughout, and rolled back
-# What the code of an architecture raises for a configuration or an attention function that it was not written for.
-FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def check_architecture(config: PreTrainedConfig, max_model_len: int, *, trust_remote_code: bool) -> None:
@@ -589,10 +585,6 @@ def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
     if limit is not None and length > limit:
         raise UnsupportedModel(f"max_model_len is {length}, the model's own limit {limit}")
     return length
-
-
-# Where transformers looks for an adapter, and finds none: one that lies beside the weights would be applied to them.
-NO_ADAPTER = {"subfolder": "no-adapter"}
 
 
 def _load(

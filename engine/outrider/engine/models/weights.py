@@ -107,7 +107,7 @@ def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[D
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """The same numbers, in whatever types."""
+    """Whether two tensors hold the same numbers, in whatever types."""
     common = torch.promote_types(one.dtype, other.dtype)
     return torch.equal(one.to(common), other.to(common))
 
@@ -169,7 +169,7 @@ class WeightReader:
         return self._stacked(parts), self._bias(prefix, *names)
 
     def linear_as_stored(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
-        """As `linear`, but the weight has the checkpoint's type, and may be its mapping."""
+        """Reads a product as `linear` does, but its weight has the checkpoint's type, and may be its mapping."""
         parts = [self._projection(f"{prefix}{name}.weight") for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts), self._bias(prefix, *names)
 
@@ -200,7 +200,7 @@ class WeightReader:
         return 1.0 + weight.float() if self.config.family.norms_from_one else weight
 
     def block_norms(self, prefix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Of a layer: before attention, before the feed-forward, after attention, after the feed-forward."""
+        """The norms of a layer: before attention, before the feed-forward, after attention, after the feed-forward."""
         before, before_wide, *after = _block_norms(self.config)
         after_attention, after_wide = (None if name is None else self.norm(f"{prefix}{name}.weight") for name in after)
         return (
@@ -211,7 +211,7 @@ class WeightReader:
         )
 
     def qk_norm(self, prefix: str) -> Tensor | None:  # [heads + kv_heads, head_dim]
-        """Of the queries and keys of a layer, head by head."""
+        """The norms of the queries and keys of a layer, head by head."""
         if not self.config.family.qk_norm:
             return None
         query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
@@ -248,7 +248,7 @@ class WeightReader:
 
 
 def _meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """At least the shape and type of each tensor."""
+    """A checkpoint's tensors, at least with the shape and type of each."""
     return state.meta if isinstance(state, LazyState) else state
 
 

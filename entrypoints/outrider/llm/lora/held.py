@@ -43,6 +43,8 @@ class HeldAdapters:
     @asynccontextmanager
     async def using(self, asked: LoRARequest) -> AsyncIterator[None]:
         """The adapter is there, and stays. Raises ValueError, OutriderError."""
+        if not self.most:
+            raise ValueError("lora_request: this LLM has no adapters; allowed: LLM(enable_lora=True)")
         async with self._changed:
             await self._changed.wait_for(lambda: self._has_place(asked.name))
             held = self._held.get(asked.name) or await self._loaded(asked)

@@ -13,15 +13,16 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.protocol import EchoedPrompt, OpenAIRequest
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts, finite
-from outrider.gateway.request import GenerationDelta, GenerationRequest, encoded
+from outrider.gateway.prepare import encoded, num_long_chars
 from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, PositionLogprobs
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import FinishReason
 
 
 async def with_prompts(openai_request: OpenAIRequest, engine: GenerationEngine) -> OpenAIRequest:
-    """The same with its prompts as ids, and what is to be repeated of them: a text as it was given, ids decoded."""
+    """The request with its prompts as ids, and what is to be repeated of them: a text as it was given, ids decoded."""
     pairs = [
         await _echoed(request, engine, names)
         for request, names in zip(openai_request.requests, openai_request.names, strict=True)
@@ -37,7 +38,7 @@ async def _echoed(
     caller = CALLER.get()
     account = (request if caller is None else caller.own(request)).account
     try:
-        async with engine.text_turn(account, request.num_long_chars):
+        async with engine.text_turn(account, num_long_chars(request)):
             _, ids = await encoded(request, engine.tokenizer, longest)
     except OutriderError as error:
         raise renamed(error, names, longest) from error
@@ -84,7 +85,7 @@ async def echoed(
 
 
 def _without_output(delta: GenerationDelta) -> GenerationDelta:
-    """Of an answer that is its prompt alone."""
+    """The deltas of an answer that is its prompt alone."""
     usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
     reason = None if delta.finish_reason is None else FinishReason.LENGTH
     return replace(delta, text="", token_ids=(), origins=(), logprobs=(), usage=usage, finish_reason=reason)

@@ -35,11 +35,8 @@ _TYPES = {
     403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error",
     504: "timeout_error",
 }  # fmt: skip
-_PARAMS = {
-    "MODEL_NOT_FOUND": "model",
-    "ADAPTER_NOT_FOUND": "model",
-    OTHER_MODEL: "system_fingerprint",
-}  # of what no violation is given
+# Of what no violation is given.
+_PARAMS = {"MODEL_NOT_FOUND": "model", "ADAPTER_NOT_FOUND": "model", OTHER_MODEL: "system_fingerprint"}
 
 
 def http_status(error: OutriderError) -> int:

@@ -28,7 +28,7 @@ class Handshake(asyncio.BufferedProtocol):
         self._holder: str | None = None  # of one of the shares
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Its time begins."""
+        """Begins to count the connection's time."""
         self._transport = cast(asyncio.Transport, transport)
         host = (transport.get_extra_info("peername") or [LOCAL])[0]
         try:
@@ -40,12 +40,12 @@ class Handshake(asyncio.BufferedProtocol):
         self._late = asyncio.get_running_loop().call_later(self._seconds, self._transport.abort)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """For its first bytes."""
+        """Gives a buffer for the first bytes."""
         self._first = bytearray(FIRST_BYTES)
         return self._first
 
     def buffer_updated(self, nbytes: int) -> None:
-        """TLS takes over."""
+        """Lets TLS take the connection over."""
         tls = _Tls(self, self._make_protocol(), self._context)
         self._transport.set_protocol(tls)
         tls.connection_made(self._transport)
@@ -53,7 +53,7 @@ class Handshake(asyncio.BufferedProtocol):
         tls.buffer_updated(nbytes)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has said nothing."""
+        """Ends a connection that has said nothing."""
         self.over()
 
     def over(self) -> None:
@@ -76,7 +76,7 @@ class _Tls(SSLProtocol):
         self._handshake: Handshake | None = handshake
 
     def buffer_updated(self, nbytes: int) -> None:
-        """More has come."""
+        """Reads what has come, and ends the handshake once TLS stands."""
         super().buffer_updated(nbytes)
         if self._handshake is not None and "ssl_object" in self._extra:
             self._handshake.over()

@@ -20,7 +20,7 @@ def dumps(value: dict[str, Any]) -> str:
 
 
 def dumps_in_pieces(value: dict[str, Any]) -> str:
-    """The same, written in as many calls as it has values."""
+    """JSON on one line, written in as many calls as it has values."""
     return "".join(_ENCODER.iterencode(value))
 
 

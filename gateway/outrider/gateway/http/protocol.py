@@ -3,7 +3,7 @@
 A model holds a body's shape; values are judged by the one validator that gRPC has, too, so their fields are `Any` here.
 Fields are OpenAI's, vLLM's further ones, and `speculation`. Null is absent. A field that nobody knows is ignored, as by
 vLLM, but in `speculation`, which is our own; one that is known and would change the answer, but is not supported, is
-refused by name. Sampling parameters are not named here: they are the table's in `outrider.rpc.sampling_params`."""
+refused by name. Sampling parameters are not named here: they are the table's in `words.sampling_params`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -33,26 +34,29 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
-from outrider.gateway.media import MediaSource
-from outrider.gateway.request import TRUNCATION_SIDES, GenerationRequest, SpeculationOptions
-from outrider.gateway.text.chat import PICTURE, check_num_messages
-from outrider.gateway.text.json_values import ALLOWED, RepeatedKey, parse_json
-from outrider.gateway.text.reasoning import ReasoningOptions
+from outrider.gateway.prepare import TRUNCATION_SIDES
+from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, Violations, kind, quoted, shown
+from outrider.rpc.json_values import ALLOWED, RepeatedKey, parse_json
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_N
-from outrider.rpc.sampling_params import (
-    ALL_LOGPROBS,
-    DEFAULT_SAMPLING,
-    PARAMETERS,
-    AcceptanceRule,
-    SamplingParams,
-    StructuredOutput,
-    resolve_sampling,
+from outrider.rpc.sampling_codec import resolve_sampling
+from outrider.rpc.server_calls import HTTP_OK
+from outrider.rpc.words.checks import ALL_LOGPROBS
+from outrider.rpc.words.request import (
+    PICTURE,
+    DraftOptions,
+    GenerationRequest,
+    MediaSource,
+    ReasoningOptions,
+    ServerCall,
+    SpeculationOptions,
+    options_for_draft,
 )
-from outrider.rpc.server_calls import HTTP_OK, ServerCall
+from outrider.rpc.words.sampling_params import DEFAULT_SAMPLING, PARAMETERS, AcceptanceRule, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 T = TypeVar("T")
 MAX_SHOWN = 100  # characters of a name that nobody knows
@@ -79,6 +83,10 @@ _NOT_EMPTY = ("allowed_token_ids", "logprob_token_ids")
 _GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 _deprecated = OnceWarnings("deprecated, use structured_outputs: %s")
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
+_ALLOWED = {  # by pydantic's name of what is wrong
+    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
+    "model_type": "an object",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,11 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Speculation(Body):
+_OF_DRAFTS: dict[str, Any] = {name: (Any, value) for name, value in options_for_draft(DraftOptions()).items()}
+_ForDrafts: Any = create_model("_ForDrafts", __base__=Body, **_OF_DRAFTS)
+
+
+class SpeculationBody(_ForDrafts):  # whose fields are made of a table
     """How to draft: ours, so that a name that is not known is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -211,13 +223,12 @@ class Speculation(Body):
     enabled: bool = True
     num_draft_tokens: Any = None
     method: str = ""
-    methods: list[Any] = []
+    methods: Annotated[list[Any], Field(default_factory=list)]
     acceptance: Annotated[str, one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
     mode: str = ""
-    draft_confidence: Any = 0.0
 
     def options(self) -> SpeculationOptions:
-        """The same as the gateway has it."""
+        """The speculation options as the gateway has them."""
         rule = AcceptanceRule[self.acceptance.upper()]
         return SpeculationOptions(**{**dict(self), "methods": tuple(self.methods), "acceptance": rule})
 
@@ -236,7 +247,7 @@ class ResponseFormat(Body):
     triggers: list[Any] | None = None
 
     def constraint(self) -> StructuredOutput | None:
-        """None for free text."""
+        """What constrains the answer; None for free text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -268,7 +279,7 @@ class StructuredOutputs(Body):
     structural_tag: Any = None
 
     def constraint(self) -> StructuredOutput:
-        """As it was given; the validator wants exactly one."""
+        """The constraint as it was given; the validator wants exactly one."""
         schema, tag, choice = self.schema_or_text, self.structural_tag, self.choice
         return StructuredOutput(
             json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
@@ -343,7 +354,7 @@ class OpenAIBody(Body):
     guided_regex: Any = None
     guided_grammar: Any = None
     guided_choice: list[Any] | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationBody | None = None
     prediction: Prediction | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # how log probabilities name tokens
@@ -374,31 +385,18 @@ class OpenAIBody(Body):
     mm_processor_kwargs: Unsupported = None
 
     @property
-    def echoes(self) -> bool:
-        """Whether the answer begins with the prompt."""
-        return False
-
-    @property
     def continued_text(self) -> str:
-        """Of a message that is there already, and that the answer begins with."""
+        """The text of a message that is there already, and that the answer begins with."""
         return ""
 
-    @property
-    def effort(self) -> str:
-        """Of reasoning; empty: the model's own."""
-        return ""
-
-    @property
-    def reasoning(self) -> ReasoningOptions | None:
+    def _reasoning(self, effort: str) -> ReasoningOptions | None:
         """None where nothing is said of it."""
         most = self.max_reasoning_tokens
         if self.thinking_token_budget is not None:
             if most is not None:
                 raise invalid(BUDGET, "is given beside max_reasoning_tokens; allowed: one of them")
             most = None if self.thinking_token_budget == NO_BUDGET else self.thinking_token_budget
-        if not self.effort and most is None:
-            return None
-        return ReasoningOptions(max_tokens=most, effort=self.effort)
+        return ReasoningOptions(max_tokens=most, effort=effort) if effort or most is not None else None
 
     @property
     def names(self) -> dict[str, str]:
@@ -433,8 +431,9 @@ class OpenAIBody(Body):
         given = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
         return {kind: value for kind, value in given.items() if value is not None}
 
-    def request(self, request: Request | None, engine: GenerationEngine) -> GenerationRequest:
-        """All of a request but its prompt; what the endpoints read differently is theirs to set."""
+    def request(self, request: Request | None, engine: GenerationEngine, effort: str = "") -> GenerationRequest:
+        """All of a request but its prompt; what the endpoints read differently is theirs to set. `effort`: how much to
+        reason; empty: as the model does by itself."""
         adapter = engine.adapter_called(self.model)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is given without stream; allowed: only with stream true")
@@ -445,7 +444,7 @@ class OpenAIBody(Body):
             sampling=self._sampling(engine.verifier.info.model.default_sampling),
             truncation_side=self.truncation_side,
             add_special_tokens=self.add_special_tokens,
-            reasoning=self.reasoning,
+            reasoning=self._reasoning(effort),
             prediction=None if self.prediction is None else self.prediction.text,
             speculation=SpeculationOptions() if self.speculation is None else self.speculation.options(),
             request_id=headers.get("x-request-id", "") if self.request_id is None else self.request_id,
@@ -560,7 +559,8 @@ class ChatMessage(Body):
     function_call: Unsupported = None
 
     def rendered(self) -> dict[str, Any]:
-        """As the template takes it: the content is one text, or nothing beside calls; with pictures it has parts."""
+        """The message as a template takes it: the content is one text, or nothing beside calls; with pictures it has
+        parts."""
         extra = self.model_extra or {}
         if "reasoning" in extra and "reasoning_content" not in extra:  # vLLM's newer name of what templates know
             extra = {**extra, "reasoning_content": extra["reasoning"]}
@@ -618,13 +618,8 @@ class ChatBody(OpenAIBody):
         return opens and not self.continue_final_message
 
     @property
-    def effort(self) -> str:
-        """As asked."""
-        return self.reasoning_effort
-
-    @property
     def continued_text(self) -> str:
-        """Of the last message, where it is the assistant's and `echo` asks for it."""
+        """The text of the last message, where it is the assistant's and `echo` asks for it."""
         return self.messages[-1].text if self.echo and self.messages[-1].role == "assistant" else ""
 
 
@@ -638,15 +633,10 @@ class CompletionBody(OpenAIBody):
 
     suffix: Unsupported = None
 
-    @property
-    def echoes(self) -> bool:
-        """As asked."""
-        return self.echo
-
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """What an answer repeats."""
+    """A prompt that an answer repeats."""
 
     text: str
     ids: tuple[int, ...]
@@ -666,27 +656,23 @@ class OpenAIRequest:
 
     @property
     def n(self) -> int:
-        """Completions a prompt."""
+        """How many completions each prompt gets."""
         return self.requests[0].n
 
     @property
     def num_shown(self) -> int | None:
-        """Of the candidates that come for each token; all, where ids were listed."""
+        """How many of the candidates that come for each token are shown; all, where ids were listed."""
         sampling = self.requests[0].sampling
         return ALL_LOGPROBS if sampling is not None and sampling.logprob_token_ids else self.num_logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Of each of a prompt's tokens; None: the target tells none."""
+        """How many log probabilities of each of a prompt's tokens are told; None: the target tells none."""
         sampling = self.requests[0].sampling
         return None if sampling is None else sampling.prompt_logprobs
 
 
 B = TypeVar("B", bound=Body)
-_ALLOWED = {  # by pydantic's name of what is wrong
-    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
-    "model_type": "an object",
-}  # fmt: skip
 
 
 def validated(model: type[B], values: Mapping[str, Any]) -> B:
@@ -703,7 +689,7 @@ def _violation(error: ErrorDetails) -> Violation:
         case "refused":
             problem = error["msg"]
         case "extra_forbidden":
-            problem = f"is unknown; allowed: {', '.join(Speculation.model_fields)}"
+            problem = f"is unknown; allowed: {', '.join(SpeculationBody.model_fields)}"
         case "too_short":
             problem = "is missing or empty; allowed: at least one message"
         case other:
@@ -725,7 +711,13 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, limit_name)
     verbosity = {} if body.verbosity is None else {"verbosity": body.verbosity}
-    chat = body.request(request, engine)
+    pictures = {
+        f"messages[{place}].content[{part}].image_url": source
+        for place, message in enumerate(body.messages)
+        for part, source in enumerate(message.content)
+        if isinstance(source, MediaSource)
+    }
+    chat = body.request(request, engine, body.reasoning_effort)
     chat = replace(
         chat,
         messages=tuple(message.rendered() for message in body.messages),
@@ -738,19 +730,13 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
             max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,
             logprobs=num_logprobs,
         ),
-        max_tokens_given=max_tokens is not None,
+        unset=("max_tokens",) if max_tokens is None else (),
         tools=tuple(body.tools),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=verbosity | body.chat_template_kwargs,
+        media=tuple(pictures.values()),
     )
-    pictures = {
-        f"messages[{place}].content[{part}].image_url": source
-        for place, message in enumerate(body.messages)
-        for part, source in enumerate(message.content)
-        if isinstance(source, MediaSource)
-    }
-    chat = replace(chat, media=tuple(pictures.values()))
     names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name, "media": "messages"}
     names |= {f"media[{number}]": place for number, place in enumerate(pictures)}
     return OpenAIRequest((chat,), body, chat.adapter or engine.model_name, num_logprobs, (names,))
@@ -782,7 +768,7 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
     common = replace(
         common,
         sampling=sampling,
-        max_tokens_given="max_tokens" in (body.model_extra or {}),
+        unset=() if "max_tokens" in (body.model_extra or {}) else ("max_tokens",),
     )
     prompts = _prompts(body.prompt, common)
     for name, is_given in (("prediction", body.prediction is not None), ("output_ids", bool(body.output_ids))):

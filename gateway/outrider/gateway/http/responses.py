@@ -19,23 +19,25 @@ from outrider.gateway.http.protocol import ChatBody, options_of, read_body
 from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
 from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate, recorder_of
 from outrider.gateway.http.token_texts import TokenTexts
-from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
+from outrider.gateway.off_loop import SLOW_LOGPROBS, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
-from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.errors import InvalidArgument, OutriderError
-from outrider.rpc.sampling_params import FinishReason
+from outrider.rpc.words.answer import GenerationDelta, ToolCallDelta
+from outrider.rpc.words.sampling_params import FinishReason
 
 Event = tuple[str, dict[str, Any]]  # its name, and what it says
 MAX_HELD = 64  # tokens whose text may still come
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # events' names of what an item holds
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitable[Response]]:
-    """What answers a POST."""
+    """What answers a POST to /v1/responses."""
 
     async def create(request: Request) -> Response:
         asked = await read_body(request, lambda values: read_responses(values, request, engine))
-        deltas = _deltas(engine, asked)
-        answer = ResponseBuilder(engine, asked, recorder_of(options_of(request), asked.chat))
+        recorder = recorder_of(options_of(request), asked.chat)
+        deltas, answer = _deltas(engine, asked, recorder), GrowingResponse(engine, asked, recorder)
         if not asked.body.stream:
             return await sse.unless_gone(request.receive, _whole(answer, deltas))
         keep_alive_s = options_of(request).sse_keep_alive_s
@@ -44,16 +46,18 @@ def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitabl
     return create
 
 
-async def _deltas(engine: GenerationEngine, asked: ResponsesRequest) -> AsyncGenerator[GenerationDelta, None]:
+async def _deltas(
+    engine: GenerationEngine, asked: ResponsesRequest, recorder: AnswerRecorder
+) -> AsyncGenerator[GenerationDelta, None]:
     try:
-        async with aclosing(generate(engine, asked.chat)) as deltas:
+        async with aclosing(generate(engine, asked.chat, recorder)) as deltas:
             async for delta in deltas:
                 yield delta
     except InvalidArgument as error:
         raise with_own_names(error, engine) from error
 
 
-async def _whole(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta, None]) -> Response:
+async def _whole(answer: GrowingResponse, deltas: AsyncGenerator[GenerationDelta, None]) -> Response:
     async with aclosing(deltas):
         async for delta in deltas:
             answer.add(delta)
@@ -61,7 +65,7 @@ async def _whole(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta
     return await written(answer.num_logprobs, lambda: json_text.answer(answer.shape(), is_long=is_long))
 
 
-async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta, None]) -> AsyncGenerator[str, None]:
+async def _stream(answer: GrowingResponse, deltas: AsyncGenerator[GenerationDelta, None]) -> AsyncGenerator[str, None]:
     """Events in OpenAI's order, each with its number."""
     number = 0
 
@@ -86,7 +90,7 @@ async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelt
                 yield text
 
 
-class ResponseBuilder:
+class GrowingResponse:
     """One response as it grows: what a delta adds, as events, and what it has come to."""
 
     def __init__(
@@ -111,16 +115,15 @@ class ResponseBuilder:
 
     @property
     def ended(self) -> bool:
-        """Whether it is whole."""
+        """Whether the response is whole."""
         return self._status != "in_progress"
 
     def begin(self) -> list[Event]:
-        """Before there is anything."""
+        """The events before there is anything."""
         return [(f"response.{name}", {"response": self.shape()}) for name in ("created", "in_progress")]
 
     def add(self, delta: GenerationDelta) -> list[Event]:
-        """What a delta adds."""
-        self._recorder.add(delta)
+        """The events of what a delta adds."""
         if self._count is not None:
             self.num_logprobs += delta.num_logprobs
             self._logprobs += self._texts.chat(delta.logprobs, self._count)["content"]
@@ -138,7 +141,7 @@ class ResponseBuilder:
         return events if delta.finish_reason is None else [*events, *self._finish(delta)]
 
     def fail(self, error: OutriderError) -> list[Event]:
-        """Its end by an error."""
+        """Ends the response by an error, and gives the events of that."""
         self._status, self._error = "failed", {"code": "server_error", "message": error.message}
         return [*self._close("incomplete"), ("response.failed", {"response": self.shape()})]
 
@@ -202,8 +205,8 @@ class ResponseBuilder:
         return [*events, self._event(f"{name}.delta", content_index=0, delta=text, **said)]
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Of the tokens that a text of a message is from: the first ones held whose bytes are the text's. All, where
-        no bytes are."""
+        """The log probabilities of the tokens that a text of a message is from: the first ones held whose bytes are the
+        text's. All, where no bytes are."""
         held, raw = self._logprobs, text.encode()
         places = [0]  # in `rest`, where each begins
         for entry in held:
@@ -250,7 +253,7 @@ class ResponseBuilder:
         return [*events, ("response.output_item.done", {"output_index": len(self._output) - 1, "item": dict(item)})]
 
     def _event(self, event: str, /, **said: Any) -> Event:
-        """Of the last item."""
+        """An event of the last item."""
         return f"response.{event}", {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **said}
 
     def _finish(self, delta: GenerationDelta) -> list[Event]:
@@ -271,10 +274,6 @@ class ResponseBuilder:
         self._extension = extension_shape(delta, self._asked.chat.body.speculation is not None, token_ids=False)
         self._extension |= self._recorder.shape(self._engine.num_draft_tokens)
         return [*events, (f"response.{self._status}", {"response": self.shape()})]
-
-
-_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # events' names of what an item holds
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def _item(kind: str) -> dict[str, Any]:

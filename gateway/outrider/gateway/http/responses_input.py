@@ -43,6 +43,9 @@ _OWN_NAMES = {
     "reasoning_effort": "reasoning.effort", "response_format": "text.format",
     "response_format.json_schema": "text.format",
 }  # fmt: skip
+_IMAGE = "input_image"
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_PARTS |= {"reasoning_text": "text", "summary_text": "text"}
 
 
 def _metadata(value: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class TextOptions(Body):
     verbosity: Annotated[str | None, one_of(VERBOSITIES)] = None
 
 
-class Reasoning(Body):
+class ReasoningBody(Body):
     """How much the model is to reason; summaries are none that anybody makes here."""
 
     effort: str = ""
@@ -84,7 +87,7 @@ class ResponsesBody(Body):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningBody | None = None
     metadata: Annotated[dict[str, Any], AfterValidator(_metadata)] = Field(default_factory=dict)
     store: bool = False  # nothing is, whatever is asked; the answer says so
     stream: bool = False
@@ -231,9 +234,6 @@ _ITEMS: dict[str, Callable[[_History, str, dict[str, Any]], None]] = {
     "function_call": _History.call,
     "function_call_output": _History.output,
 }
-_IMAGE = "input_image"
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_TEXT_PARTS |= {"reasoning_text": "text", "summary_text": "text"}
 
 
 def _content_of(where: str, content: Any) -> str | list[dict[str, Any]]:
@@ -264,7 +264,7 @@ def _text_of(where: str, content: Any) -> str:
 
 
 def _tools(given: list[Any]) -> list[Any]:
-    """As the chat endpoint has them: the function is an object of its own."""
+    """Tools as the chat endpoint has them: the function is an object of its own."""
     tools = []
     for place, tool in enumerate(given):
         if not isinstance(tool, dict) or tool.get("type") != "function":

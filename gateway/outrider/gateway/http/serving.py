@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import (
     FINGERPRINT,
     ChatBody,
+    CompletionBody,
     EchoedPrompt,
     HttpOptions,
     OpenAIRequest,
@@ -34,12 +35,12 @@ from outrider.gateway.http.protocol import (
     read_body,
 )
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
-from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
-from outrider.gateway.request_times import RequestTimes
+from outrider.gateway.off_loop import SLOW_LOGPROBS, written
+from outrider.gateway.request_record import RequestObserver
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
-from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
-from outrider.planner.policy import SpeculationTally
+from outrider.gateway.text.tools.calls import join_calls
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.words.answer import GenerationDelta, SpeculationStats, ToolCallDelta
 
 
 def endpoint(
@@ -51,7 +52,7 @@ def endpoint(
 
     async def create(request: Request) -> Response:
         openai_request = await read_body(request, lambda values: read(values, request, engine))
-        if openai_request.body.echoes:
+        if isinstance(openai_request.body, CompletionBody) and openai_request.body.echo:
             openai_request = await with_prompts(openai_request, engine)
         texts = TokenTexts(engine.tokenizer, openai_request.body.return_tokens_as_token_ids)
         return await respond(request, engine, openai_request, builder(openai_request, texts))
@@ -65,7 +66,7 @@ async def respond(
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
     options, recorder = options_of(request), recorder_of(options_of(request), openai_request)
-    deltas = generate(engine, openai_request)
+    deltas = generate(engine, openai_request, recorder)
     if openai_request.echoed:
         deltas = echoed(openai_request, deltas)
     if not openai_request.body.stream:
@@ -76,10 +77,9 @@ async def respond(
 
 
 def recorder_of(options: HttpOptions, openai_request: OpenAIRequest) -> AnswerRecorder:
-    """What follows an answer, for its `metrics`."""
+    """What observes the requests of one answer, for its `metrics`."""
     is_one = len(openai_request.requests) == 1 and openai_request.n == 1
-    times = RequestTimes() if options.request_metrics and is_one else None
-    return AnswerRecorder(options.spec_decode_metrics, times)
+    return AnswerRecorder(options.spec_decode_metrics, shows_times=options.request_metrics and is_one)
 
 
 async def begun(
@@ -109,7 +109,7 @@ class AdmissionGroup:
         self._refusal: InvalidArgument | ResourceExhausted | None = None
 
     async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
-        """As Admission's, once all have come."""
+        """Waits for all requests of the group, then as Admission does."""
         self._work += work
         self._num_missing -= 1
         if not self._num_missing:
@@ -134,24 +134,29 @@ class AdmissionGroup:
         self._decided.set()
 
 
-async def generate(engine: GenerationEngine, openai_request: OpenAIRequest) -> AsyncGenerator[GenerationDelta, None]:
+async def generate(
+    engine: GenerationEngine, openai_request: OpenAIRequest, *observers: RequestObserver
+) -> AsyncGenerator[GenerationDelta, None]:
     """The deltas of all prompts, admitted or refused as one; completion j of prompt i has the index i * n + j."""
-    group = AdmissionGroup(engine.admission, len(openai_request.requests))
-    async with aclosing(
-        merge([_one(engine, openai_request, place, group) for place in range(len(openai_request.requests))])
-    ) as deltas:
+    places = range(len(openai_request.requests))
+    group = AdmissionGroup(engine.admission, len(places))
+    async with aclosing(merge([_one(engine, openai_request, place, group, observers) for place in places])) as deltas:
         async for delta in deltas:
             yield delta
 
 
 async def _one(
-    engine: GenerationEngine, openai_request: OpenAIRequest, place: int, group: AdmissionGroup
+    engine: GenerationEngine,
+    openai_request: OpenAIRequest,
+    place: int,
+    group: AdmissionGroup,
+    observers: Sequence[RequestObserver],
 ) -> AsyncGenerator[GenerationDelta, None]:
     request, caller = openai_request.requests[place], CALLER.get()
     if caller is not None:
         request = caller.own(request)
     try:
-        async with aclosing(engine.generate(request, group)) as deltas:
+        async with aclosing(engine.generate(request, group, observers)) as deltas:
             async for delta in deltas:
                 yield replace(delta, index=place * openai_request.n + delta.index) if place else delta
     except OutriderError as error:
@@ -172,7 +177,6 @@ async def _whole(
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
             usage.add(delta, openai_request.n)
-            recorder.add(delta)
             num_logprobs += delta.num_logprobs
 
     def body() -> Response:
@@ -204,7 +208,6 @@ async def _events(
                     no_usage = {"usage": None} if include_usage else {}
                     envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
                 usage.add(delta, openai_request.n)
-                recorder.add(delta)
                 opens = delta.index not in so_far
                 of_choice = so_far.setdefault(delta.index, UsageSum(prompt=len(delta.prompt_token_ids)))
                 of_choice.completion += len(delta.token_ids)
@@ -312,8 +315,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
 def finish_shape(delta: GenerationDelta) -> dict[str, Any]:
     """Why a completion ended; nulls while it goes on."""
     reason = None if delta.finish_reason is None else delta.finish_reason.name.lower()
-    stop = delta.stop_string if delta.stop_string is not None else delta.stop_token_id
-    return {"finish_reason": reason, "stop_reason": stop}
+    return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
 def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) -> dict[str, Any]:
@@ -323,30 +325,19 @@ def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) 
         out |= {} if delta.seed is None else {"seed": delta.seed}  # to be sent with `output_ids`
         out["token_ids"] = list(delta.token_ids)
         out["token_origins"] = [origin.name.lower() for origin in delta.origins]
-    if speculation and delta.tally is not None:
-        out["speculation"] = tally_shape(delta.tally) | {"acceptance": delta.acceptance.name.lower()}
+    if speculation and delta.speculation is not None:
+        out["speculation"] = stats_shape(delta.speculation)
     return out
 
 
-def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
+def stats_shape(stats: SpeculationStats) -> dict[str, Any]:
     """What the rounds of a completion came to."""
-    drafts, drafted = tally.num_drafts, tally.num_draft_tokens
     return {
-        "num_rounds": tally.num_rounds,
-        "num_drafts": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": tally.num_accepted_tokens,
-        "num_forced_tokens": tally.num_forced_tokens,
-        "num_accepted_forced_tokens": tally.num_accepted_forced_tokens,
-        "num_accepted_per_position": tally.accepted_per_position,
-        "num_tested_per_position": tally.tested_per_position,
-        "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
-        "mean_acceptance_length": 1 + tally.num_accepted_tokens / drafts if drafts else 1.0,
-        "overhead_us": tally.overhead_us,
-        "method": tally.method,
-        "mode": tally.mode,
-        "num_rounds_by_mode": tally.rounds_by_mode,
-        "by_method": {method: asdict(did) for method, did in tally.by_method.items()},
+        **{one.name: getattr(stats, one.name) for one in fields(SpeculationStats)},
+        "acceptance": stats.acceptance.name.lower(),
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "by_method": {method: asdict(did) for method, did in stats.by_method.items()},
     }
 
 
@@ -370,7 +361,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
-        """A whole completion."""
+        """The choice of a whole completion, as the completions endpoint has it."""
 
     @abstractmethod
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
@@ -388,20 +379,20 @@ class ResponseBuilder(ABC):
         return not says and not (asked and delta.token_ids)
 
     def reasoning(self, delta: GenerationDelta) -> dict[str, str]:
-        """By vLLM's older and newer name; nothing where it is not asked for."""
+        """Reasoning by vLLM's older and newer name; nothing where it is not asked for."""
         body = self._openai_request.body
         if not delta.reasoning or not (isinstance(body, ChatBody) and body.include_reasoning):
             return {}
         return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
     def prompt_logprobs(self, delta: GenerationDelta) -> dict[str, Any]:
-        """As vLLM names them; nothing where they are not asked for."""
+        """The prompt's log probabilities as vLLM names them; nothing where they are not asked for."""
         if self._openai_request.body.prompt_logprobs is None:
             return {}
         return {"prompt_logprobs": self._texts.prompt(delta.prompt_logprobs)}
 
     def prompt_ids(self, delta: GenerationDelta) -> dict[str, Any]:
-        """The same of its ids."""
+        """The prompt's ids as vLLM names them; nothing where they are not asked for."""
         wanted = self._openai_request.body.return_token_ids and delta.prompt_token_ids
         return {"prompt_token_ids": list(delta.prompt_token_ids)} if wanted else {}
 
@@ -437,7 +428,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return self.prompt_ids(delta)
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
-        """A whole message."""
+        """The choice of a whole message, as the chat endpoint has it."""
         reasoning, text = self.reasoning(delta), self._openai_request.body.continued_text + delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **reasoning}
         if delta.tool_calls:

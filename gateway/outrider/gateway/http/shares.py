@@ -36,7 +36,6 @@ class Shares:
         self._of[who] += amount
 
     def give(self, who: str, amount: int = 1) -> None:
-        """What was taken."""
         self._held -= amount
         self._of[who] -= amount
         if not self._of[who]:

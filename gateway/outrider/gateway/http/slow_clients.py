@@ -32,7 +32,7 @@ class StallProtocol(H11Protocol):
         self._stall = self.loop.call_later(left_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read what was held back for it."""
         super().resume_writing()
         self._read_on()
 
@@ -42,7 +42,7 @@ class StallProtocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody reads any more."""
+        """Ends the wait: nobody reads any more."""
         self._read_on()
         super().connection_lost(exc)
 

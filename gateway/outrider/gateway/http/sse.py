@@ -27,7 +27,7 @@ def data(value: dict[str, Any], *, is_long: bool = False) -> str:
 
 
 def event(name: str, value: dict[str, Any], *, is_long: bool = False) -> str:
-    """The same with a name."""
+    """An event with a name, and its data."""
     return f"event: {name}\n{data(value, is_long=is_long)}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.messages import PositionLogprobs, TokenLogprob
+from outrider.rpc.words.answer import PositionLogprobs, TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -41,7 +41,7 @@ class TokenTexts:
         return (self._bytes[token_id] or b"") if token_id < len(self._bytes) else b""
 
     def name(self, token_id: int) -> str:
-        """As log probabilities name it."""
+        """A token as log probabilities name it."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:

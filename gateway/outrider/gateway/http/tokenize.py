@@ -17,14 +17,15 @@ from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.http.shares import account_of, client_of
 from outrider.gateway.http.tokenize_apart import MEGABYTES, Work, apart
-from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread, require_fit
 from outrider.rpc.errors import OutriderError, Violations
+from outrider.rpc.words.request import GenerationRequest
 
 
 class TokenizeBody(Body):
-    """Of a text; of a conversation what belongs to it is read as the chat endpoint reads it."""
+    """A body of POST /tokenize: a text, or a conversation, of which what belongs to it is read as the chat endpoint
+    reads it."""
 
     model: str | None = None
     prompt: str | None = None
@@ -34,14 +35,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Of token ids."""
+    """A body of POST /detokenize: token ids."""
 
     model: str | None = None
     tokens: list[Any] | None = None
 
 
 class TokenizeEndpoints:
-    """The served model's tokenizer."""
+    """Answers with what the served model's tokenizer makes of texts and ids."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -74,7 +75,7 @@ class TokenizeEndpoints:
 
     @asynccontextmanager
     async def _turn(self, request: Request, size: int) -> AsyncIterator[None]:
-        """At so many characters or tokens, which count as a body that is under way while they wait for it."""
+        """A turn at so many characters or tokens, which count as a body that is under way while they wait for it."""
         num_long = size if size > LONG_TEXT else 0
         with request.app.state.bodies.holding(client_of(request)) as take:
             take(num_long)

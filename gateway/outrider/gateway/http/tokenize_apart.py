@@ -19,7 +19,7 @@ MEGABYTES = 128 << 10  # characters, each of up to four bytes, which are tokens 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is asked."""
+    """What the process beside this one is asked."""
 
     mark: str  # of the text
     adds_special_tokens: bool
@@ -29,7 +29,7 @@ class Work:
     folder: str
 
     def done(self, text: str, tokenizer: Tokenizer) -> dict[str, object]:
-        """In vLLM's shape."""
+        """The answer in vLLM's shape."""
         ids = ChatText(text, self.mark).encode(tokenizer, self.adds_special_tokens)
         names = list(map(tokenizer.backend.id_to_token, ids)) if self.with_names else None
         return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}

@@ -15,8 +15,9 @@ from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.peers.replicas import Replica
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import Unavailable
-from outrider.rpc.messages import Arithmetic, Commit, Credit, Failure, Open, PositionLogprobs, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, lacking
+from outrider.rpc.messages import Arithmetic, Commit, Credit, Failure, Open, TargetInfo
+from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, lacking
 
 PROMPT_TOKENS, NUM_TOKENS = 24, 16
 SEED = 0x5EED

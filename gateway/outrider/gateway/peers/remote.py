@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,10 +40,10 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
-from outrider.rpc.sampling_params import FRESH_SEED
 from outrider.rpc.security import ClientTls
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
+from outrider.rpc.words.sampling_params import FRESH_SEED
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -68,31 +68,30 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     """Has a draft put a model of its machine (empty: its present folder, read again) in its model's place. Raises
     OutriderError."""
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    try:
-        answer = await stub.ReloadModel(draft_pb2.ReloadModelRequest(model=model), timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    return RELOADED.decode(answer)
+    asked = draft_pb2.ReloadModelRequest(model=model)
+    return RELOADED.decode(await _answer(stub.ReloadModel(asked, timeout=timeout_s)))
 
 
 async def load_adapter(channel: grpc.aio.Channel, name: str, path: str) -> Adapter:
     """Has a target serve an adapter, too, from a folder of its machine. Raises OutriderError."""
     stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-    try:
-        answer = await stub.LoadAdapter(target_pb2.LoadAdapterRequest(name=name, path=path))
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+    answer = await _answer(stub.LoadAdapter(target_pb2.LoadAdapterRequest(name=name, path=path)))
     return ADAPTER.decode(answer.adapter)
 
 
 async def unload_adapter(channel: grpc.aio.Channel, name: str) -> int:
     """Has a target serve it to nobody new; returns how many sequences go on with it. Raises OutriderError."""
     stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    answer = await _answer(stub.UnloadAdapter(target_pb2.UnloadAdapterRequest(name=name)))
+    return int(answer.num_sequences)
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    """Raises OutriderError."""
     try:
-        answer = await stub.UnloadAdapter(target_pb2.UnloadAdapterRequest(name=name))
+        return await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-    return int(answer.num_sequences)
 
 
 TARGET_SERVICE = ReplicaService(

@@ -37,10 +37,10 @@ from outrider.rpc.messages import (
     to_failure,
     validate_commit,
 )
-from outrider.rpc.sampling_params import lacking
 from outrider.rpc.security import ClientTls, PeerChannel
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import SILENT_PEER, FrameStream, StreamConfig, client_stream
+from outrider.rpc.words.sampling_params import lacking
 
 MAX_FAILURES = 3  # in a row
 FIRST_OPEN_S, MAX_OPEN_S = 1.0, 30.0

@@ -13,7 +13,7 @@ from math import inf
 from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
 from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
-from outrider.planner.policy import AHEAD, OFF, Limits, Mode, Plan, Policy, Round
+from outrider.planner.policy import AHEAD, OFF, Mode, Plan, Policy, PolicyLimits, Round
 
 DECIDE_EVERY = 16  # rounds of a sequence, while at most
 MOST_DECIDING = 8  # ... so many run: of more all together decide as often as these
@@ -28,7 +28,7 @@ class Controller:
     """`stats` and `shared_trials` are shared by all requests of a gateway; `round_trips_us` says what the streams
     measure now, `num_running` how many sequences the gateway decodes."""
 
-    limits: Limits
+    limits: PolicyLimits
     stats: SharedStats
     shared_trials: SharedTrials
     round_trips_us: Callable[[], float]
@@ -90,6 +90,8 @@ class Controller:
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
             in_vain = self._waited_in_vain(closed)
+            if not in_vain:  # of which a trial has a bound of its own
+                trials.spend(self.plan, closed.total_us, len(closed.commit.ids), self.common)
             if (self._since_change > SETTLING or in_vain) and not closed.at_end:  # cut short by no fault of the plan
                 trials.add(self.plan, *_us(closed, self.plan), closed.commit.num_drafted, self.common, in_vain)
         before = self.policy
@@ -116,7 +118,7 @@ class Controller:
         before = self.plan, self.deep
         if plan != self.plan:
             self.plan, self._since_change = plan, 0
-        coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.stats.draft_pass.value
+        coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.forecast.draft_us
         self.deep = coming > (IN_TIME if self.deep else LATE) * self.forecast.verify_us(plan)
         if (self.plan, self.deep) != before:
             self.policy = self._present_policy()

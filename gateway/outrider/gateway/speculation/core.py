@@ -30,7 +30,16 @@ from outrider.rpc.messages import (
     TargetEvent,
     validate_piece,
 )
-from outrider.rpc.sampling_params import without_prompt_logprobs
+from outrider.rpc.words.sampling_params import without_prompt_logprobs
+
+RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
+DRAINING = "DRAINING"  # the reason of a service that refuses what is new
+PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
+NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
+MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
+MAX_PIECE_BYTES = 1 << 20  # half of what a frame may hold, twice what MAX_DRAFT_TOKENS with 512 weights each take
+POSITION_BYTES = 1 << 16  # of its pieces by position that its credit reaches ahead: 512 weights take 4 KiB
+SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +106,6 @@ class Fail:
 
 
 Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | CloseDraft | Fail
-
-RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
-DRAINING = "DRAINING"  # the reason of a service that refuses what is new
-PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
-NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
-MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
-MAX_PIECE_BYTES = 1 << 20  # half of what a frame may hold, twice what MAX_DRAFT_TOKENS with 512 weights each take
-POSITION_BYTES = 1 << 16  # of its pieces by position that its credit reaches ahead: 512 weights take 4 KiB
-SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
 @dataclass(slots=True)
@@ -447,10 +447,17 @@ class SpeculationCore:
         """With drafts for four windows: slow links cut none short, and the credit can share the next piece's frame."""
         k = self._window if self.drafting else 0
         ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
+        if self._decodes_meanwhile:
+            ahead = max(ahead, self.policy.plain_ahead)
         until = self._within_reader(len(self.committed) + ahead, k + 1 if self.drafting else ahead)
         self._target_until = max(self._target_until, until)
         patience_ms = self.policy.patience_ms if self.drafting and not self.at_target else 0
         return Credit(0, self._target_until, k, patience_ms)
+
+    @property
+    def _decodes_meanwhile(self) -> bool:
+        """Whether the target decodes plain tokens until a chain is there: no piece may come to bring credit along."""
+        return self.drafting and not self.at_target and not self.policy.patience_ms
 
     @property
     def _window(self) -> int:
@@ -470,7 +477,9 @@ class SpeculationCore:
         """Renews the target's credit; not while it has a whole window's and the next piece can bring it along, or two
         and drafts for itself, or half of what it may have of plain tokens."""
         k, has = (self._window if self.drafting else 0), self._target_credit
-        enough = self.policy.plain_ahead // 2 if not self.drafting else 2 * k + 1 if self.at_target else k
+        enough = 2 * k + 1 if self.drafting and self.at_target else k
+        if not self.drafting or self._decodes_meanwhile:
+            enough = max(enough, self.policy.plain_ahead // 2)
         if has is not None and has.max_window == k and has.until - len(self.committed) > enough:
             return []
         credit = self._due_credit()
@@ -502,7 +511,5 @@ class SpeculationCore:
 
 
 def _slim(commits: tuple[Commit, ...]) -> tuple[Commit, ...]:
-    """Without what a draft has no use for. What has none of that goes on as it came."""
-    return tuple(
-        [replace(found, logprobs=(), features=b"") if found.logprobs or found.features else found for found in commits]
-    )
+    """Without log probabilities, for which a draft has no use. A commit without any goes on as it came."""
+    return tuple([replace(found, logprobs=()) if found.logprobs else found for found in commits])

@@ -34,8 +34,10 @@ def agrees(piece: DraftTokens, committed: Sequence[int], parted: dict[int, int])
     if where is None and piece.parent is not None and parted.get(piece.parent, piece.position) < piece.position:
         where = parted[piece.parent]
     if where is None and not piece.parents:  # a tree has several tokens for a place
-        pairs = enumerate(zip(piece.ids, committed[piece.position : piece.position + len(piece.ids)], strict=False))
-        where = next((piece.position + index for index, (drafted, token) in pairs if drafted != token), None)
+        tokens = committed[piece.position : piece.position + len(piece.ids)]
+        if tokens != [*piece.ids[: len(tokens)]]:  # most agree, and are compared at once
+            pairs = enumerate(zip(piece.ids, tokens, strict=False), piece.position)
+            where = next(place for place, (drafted, token) in pairs if drafted != token)
     if where is None:
         return True
     parted.setdefault(piece.chain, where)

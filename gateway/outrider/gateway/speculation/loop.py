@@ -34,6 +34,7 @@ from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Commit,
     DraftEvent,
+    DraftTokens,
     Failure,
     Open,
     PromptLogprobs,
@@ -41,6 +42,8 @@ from outrider.rpc.messages import (
     from_failure,
     to_failure,
 )
+
+log = logging.getLogger(__name__)
 
 DRAFT_RETRY_S = 1.0  # after a draft was lost
 FULL_DRAFT_RETRY_S = 0.1  # no sooner is a full one asked again, whatever it says
@@ -64,6 +67,7 @@ class SpeculationDriver:
     fork_of: SpeculationDriver | None
     on_draft_stop: Callable[[str], None]
     retries: Retries | None = None  # of all sequences together; None: any number
+    on_piece: Callable[[DraftTokens], None] | None = None  # told of drafted tokens as they come
     items: asyncio.Queue[Round | PromptLogprobs | Failure] = field(default_factory=asyncio.Queue)
     target_link: VerifierLink | None = None
     draft_link: DrafterLink | None = None
@@ -78,7 +82,7 @@ class SpeculationDriver:
     _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Opens both sides."""
+        """Opens the sequence at the target, and at the draft if there is one."""
         self._apply(self.core.start(self.loop.time()))
 
     def read(self, position: int) -> None:
@@ -191,6 +195,8 @@ class SpeculationDriver:
                 self._apply(self.core.resume_drafting())
 
     def _on_draft(self, event: DraftEvent | Lost) -> None:
+        if self.on_piece is not None and isinstance(event, DraftTokens):
+            self.on_piece(event)
         self._apply(self.core.on_draft(event))
 
     def _wait_for_target(self, refusal: Failure | None) -> None:
@@ -209,7 +215,8 @@ class SpeculationDriver:
         self._timer = self.loop.call_later(min(pause, self._give_up_at - now), self._retry_target)
 
     def _spread(self) -> float:
-        """From 1 to 1.5, another one for each sequence: those that lost one target do not come back all at once."""
+        """A factor from 1 to 1.5, another one for each sequence: those that lost one target do not come back all at
+        once."""
         request = self.core.request
         return 1 + hash((request.seed, request.completion, len(self.core.committed))) % 1024 / 2048
 
@@ -245,9 +252,6 @@ class SpeculationDriver:
             self.on_draft_stop(effect.reason)
 
 
-log = logging.getLogger(__name__)
-
-
 def warn_of_draft(reason: str) -> None:
     """Says that a sequence lost its draft."""
     log.warning("decoding goes on without a draft: %s", reason)
@@ -267,6 +271,7 @@ async def speculate(
     on_draft_stop: Callable[[str], None] = warn_of_draft,
     controller: PolicyController | None = None,
     retries: Retries | None = None,
+    on_piece: Callable[[DraftTokens], None] | None = None,
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
     stops. With `at_target` the target drafts by the request's method, `most_drafted` tokens a round, and there is no
@@ -274,7 +279,8 @@ async def speculate(
     info = None if drafter is None else drafter.info
     learns = info is not None and any(method.learns for method in info.methods)
     core = SpeculationCore(request, policy, examines_text, controller, learns, at_target, most_drafted)
-    driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop, retries)
+    loop = asyncio.get_running_loop()
+    driver = SpeculationDriver(drafter, verifier, core, loop, fork_of, on_draft_stop, retries, on_piece)
     if driver_out is not None:
         driver_out.append(driver)
     try:

@@ -10,7 +10,8 @@ from outrider.rpc.retry_budget import RetryBudget
 
 @dataclass(slots=True)
 class Retries:
-    """Of one gateway. A draft's outage takes nothing from what targets may need."""
+    """How often a gateway tries again, for all of its sequences. A draft's outage takes nothing from what targets may
+    need."""
 
     most: float
     num_sequences: int = 0  # that have begun

@@ -21,8 +21,8 @@ class BatchSchedule:
     def of(
         cls, k: int, disable_by_batch_size: int | None, per_batch_size: Iterable[tuple[int, int, int]] | None
     ) -> BatchSchedule:
-        """From vLLM's two fields: no drafts above a number of requests, and (first, last, k) with both ends included,
-        where gaps and the tail carry the k before them."""
+        """A schedule from vLLM's two fields: no drafts above a number of requests, and (first, last, k) with both ends
+        included, where gaps and the tail carry the k before them."""
         ranges = [(1, k)]
         if per_batch_size is not None:
             ranges = _checked(k, list(per_batch_size))
@@ -33,7 +33,7 @@ class BatchSchedule:
 
     @classmethod
     def parse(cls, text: str, k: int, disable_by_batch_size: int | None) -> BatchSchedule:
-        """From `1-4:8,5-16:4`: batch sizes and k. Empty: k for all. Raises ValueError."""
+        """A schedule from `1-4:8,5-16:4`: batch sizes and k. Empty: k for all. Raises ValueError."""
         entries = []
         for part in text.split(",") if text else ():
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?:(\d+)\s*", part)
@@ -83,7 +83,7 @@ class ScheduledDrafter:
 
     @property
     def round_trip_us(self) -> float:
-        """That of the drafter within."""
+        """The round trip of the drafter that it bounds."""
         return self.inner.round_trip_us
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
@@ -101,10 +101,10 @@ class ScheduledDrafter:
 
 
 class _Absent:
-    """No draft."""
+    """The link of a sequence that nothing is drafted for."""
 
     def send(self, *messages: Commit | Credit) -> None:
-        """Nobody hears it."""
+        """Drops what is sent: nobody hears it."""
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -145,7 +145,7 @@ class _ScheduledLink:
         self._inner.send(*passed)
 
     def close(self) -> None:
-        """No event follows."""
+        """Ends the link: no event follows."""
         self._on_event = None
         self._inner.close()
 

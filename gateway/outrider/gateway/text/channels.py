@@ -30,27 +30,24 @@ class Channels:
     message_id: int
     end_id: int
 
-    def boundaries(self, is_open: bool) -> ChannelBoundaries:
-        """From an output's first token on; `is_open`: the prompt ends inside reasoning."""
-        return ChannelBoundaries(self, is_open)
-
 
 def channels_of(tokenizer: Tokenizer) -> Channels:
-    """Of a tokenizer that has all of CHANNEL_TOKENS."""
+    """The channels of a tokenizer that has all of CHANNEL_TOKENS."""
     ids = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
     start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (REASONS, ANSWERS))
     return Channels(start_ids, end_ids, *(ids[text] for text in CHANNEL_TOKENS))
 
 
 class ChannelBoundaries:
-    """Where the messages of an output begin and end."""
+    """Where the messages of an output begin and end, from its first token on; `is_open`: the prompt ends inside
+    reasoning."""
 
     def __init__(self, channels: Channels, is_open: bool) -> None:
         self.is_inside, self._channels = is_open, channels
         self._head: list[int] | None = None  # so far; None: in a text
 
     def find(self, ids: Sequence[int], begin: int) -> int:
-        """To where a text goes on: every token of a head is a marker."""
+        """The place from which a text goes on: every token of a head is a marker."""
         if self._head is not None:
             return begin
         markers = self._channels.start_id, self._channels.channel_id, self._channels.end_id

@@ -10,16 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.gateway.text.chat_template import ChatTemplate, ContinuedTemplate, TemplateRefusal, with_read_calls
 from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in
+from outrider.gateway.text.reasoning import template_variables
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
-from outrider.gateway.text.tools.use import decode_json, template_tools
+from outrider.gateway.text.tools.use import template_tools
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
-
-if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+from outrider.rpc.words.request import PICTURE, GenerationRequest
 
 MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
 RENDER_S = 10.0  # that a conversation's template may take
@@ -30,7 +29,7 @@ BACK_MS = 1000  # when who waited in vain may come back
 MAX_VALUES_PER_TOKEN = 4  # of messages and variables: a message, which has some more, takes several tokens
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-PICTURE = {"type": "image"}  # a part of a content, in whose place a template writes the placeholder
+_RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
     if request.documents:
         variables["documents"] = list(request.documents)
     try:
-        return await _in_bounded_time(partial(_bounded, request, tokenizer, variables, max_model_len))
+        return await _in_bounded_time(partial(_rendered, request, tokenizer, variables, max_model_len))
     except TimeoutError:
         raise InvalidArgument.of([Violation("chat", f"takes its template more than {RENDER_S:g} s")]) from None
     except (ValueError, RecursionError) as error:
@@ -91,9 +90,6 @@ def check_num_messages(found: Violations, num_messages: int, max_model_len: int)
         found.add("chat", f"has {num_messages} messages", allowed, TOO_LONG)
 
 
-_RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
-
-
 class _Rendering:
     """One template that runs on a thread, and can be ended there: left alone, one that loops would keep the thread, and
     its share of the interpreter, for ever."""
@@ -103,7 +99,7 @@ class _Rendering:
         self._lock, self._thread, self._ended = threading.Lock(), 0, False
 
     def run(self) -> ChatText:
-        """On the thread."""
+        """Renders, on the thread."""
         with self._lock:
             if self._ended:
                 raise TimeoutError
@@ -115,7 +111,8 @@ class _Rendering:
             self._leave()
 
     def end(self) -> None:
-        """From another thread: a TimeoutError, where the template runs Python; what it has called in C ends first."""
+        """Ends the rendering from another thread: by a TimeoutError, where the template runs Python; what it has called
+        in C ends first."""
         with self._lock:
             self._ended = True
             if self._thread:
@@ -160,16 +157,6 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
         rendering.end()  # nobody waits for it any more, if it still runs
 
 
-def _bounded(
-    request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
-) -> ChatText:
-    """As _rendered, of no more values than a context may have: empty ones have no characters, and take memory."""
-    num_values, most = _num_values([request.messages, variables]), MAX_VALUES_PER_TOKEN * max_model_len
-    if num_values > most:
-        raise InvalidArgument.of([Violation("chat", f"has {num_values} values; allowed: at most {most}", TOO_LONG)])
-    return _rendered(request, tokenizer, variables, max_model_len)
-
-
 def _num_values(value: Any) -> int:
     """The values in one of JSON, itself among them."""
     if isinstance(value, Mapping):
@@ -180,6 +167,10 @@ def _num_values(value: Any) -> int:
 def _rendered(
     request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
+    """Of a conversation with no more values than a context may have: empty ones have no characters, and take memory."""
+    num_values, most = _num_values([request.messages, variables]), MAX_VALUES_PER_TOKEN * max_model_len
+    if num_values > most:
+        raise InvalidArgument.of([Violation("chat", f"has {num_values} values; allowed: at most {most}", TOO_LONG)])
     messages, control = request.messages or (), control_tokens(tokenizer)
     writer = _with_template(tokenizer, request)
     read = list(map(with_read_calls, messages))  # their JSON may escape what its texts hold
@@ -188,7 +179,8 @@ def _rendered(
 
     def written(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], mark: str = "") -> str:
         if request.reasoning is not None and writer.chat_template is not None:
-            variables = request.reasoning.variables(writer.chat_template.variables) | variables
+            known = writer.chat_template.variables
+            variables = template_variables(request.reasoning, known) | variables
         text = writer.render_chat(messages, request.add_generation_prompt, **variables)
         return text.replace(escaped(mark), mark) if mark else text
 
@@ -210,8 +202,8 @@ def _rendered(
 
 
 def _with_template(tokenizer: Tokenizer, request: GenerationRequest) -> Tokenizer:
-    """With the template that writes the request's conversation. InvalidArgument for documents that it knows nothing
-    of."""
+    """A tokenizer with the template that writes the request's conversation. InvalidArgument for documents that it knows
+    nothing of."""
     template = tokenizer.chat_template if request.chat_template is None else ChatTemplate(request.chat_template)
     if template is None:
         return tokenizer
@@ -223,46 +215,10 @@ def _with_template(tokenizer: Tokenizer, request: GenerationRequest) -> Tokenize
     return tokenizer if template is tokenizer.chat_template else tokenizer.with_template(template)
 
 
-def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:
-    """The protocol's Chat as templates take it. InvalidArgument for parts that are none."""
-    return tuple(_decode_message(f"chat.messages[{place}]", message) for place, message in enumerate(chat.messages))
-
-
 def num_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
     """How many places for pictures they have."""
     contents = (message.get("content") for message in messages)
     return sum(part == PICTURE for content in contents if isinstance(content, list) for part in content)
-
-
-def _decode_message(where: str, message: Any) -> dict[str, Any]:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    further = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
-    further |= {"reasoning_content": message.reasoning}  # as templates call it
-    content = _decode_parts(where, message) if message.parts else message.content or (None if calls else "")
-    return {"role": message.role, "content": content, **{name: value for name, value in further.items() if value}}
-
-
-def _decode_parts(where: str, message: Any) -> list[dict[str, str]]:
-    if message.content:
-        raise InvalidArgument.of([Violation(f"{where}.parts", "is given beside content; allowed: one of them")])
-    parts = []
-    for place, part in enumerate(message.parts):
-        if part.WhichOneof("part") == "text":
-            parts.append({"type": "text", "text": part.text})
-        elif part.image:
-            parts.append(dict(PICTURE))
-        else:
-            problem = "sets neither text nor image; allowed: one of them"
-            raise InvalidArgument.of([Violation(f"{where}.parts[{place}]", problem)])
-    return parts
-
-
-def decode_variables(chat: Any) -> Any:
-    """The template's variables. InvalidArgument for what is no JSON."""
-    return decode_json("chat_template_kwargs", chat.chat_template_kwargs)
 
 
 def _variables(found: Violations, given: Any) -> dict[str, Any]:

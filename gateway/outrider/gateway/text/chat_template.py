@@ -19,7 +19,15 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from outrider.gateway.text.json_values import parse_json
+from outrider.rpc.json_values import parse_json
+
+_CONTENT = "content"
+_NO_TEXT = {_CONTENT: ""}
+_FILTERS_BY_TESTS = ("selectattr", "rejectattr")
+MAX_REFUSAL_CHARS = 1000  # of a template's own words, which may be the conversation's
+MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
+MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
+_WIDTHS = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)\.?(\*|[0-9]*)")  # and precisions, of a format
 
 
 class TemplateRefusal(Exception):
@@ -67,13 +75,10 @@ class ChatTemplate:
     @cached_property
     def words(self) -> frozenset[str]:
         """The texts in its expressions and the names of fields: what it compares others with, and looks for in them."""
-        try:
-            parsed = [_environment().parse(source) for source in {self.source, self.source_for_tools}]
-            texts = (text.value for template in parsed for text in template.find_all(nodes.Const))
-            names = {field.attr for template in parsed for field in template.find_all(nodes.Getattr)}
-            return frozenset(names.union(text for text in texts if isinstance(text, str)))
-        except (jinja2.TemplateError, RecursionError):
-            return frozenset()  # rendering says what is wrong with it
+        parsed = list(map(_parse, {self.source, self.source_for_tools}))
+        texts = (text.value for template in parsed for text in template.find_all(nodes.Const))
+        names = {field.attr for template in parsed for field in template.find_all(nodes.Getattr)}
+        return frozenset(names.union(text for text in texts if isinstance(text, str)))
 
     @cached_property
     def walks_parts(self) -> bool:
@@ -128,7 +133,7 @@ class ContinuedTemplate(ChatTemplate):
         self._template = template
 
     def render(self, messages: Iterable[Mapping[str, Any]], /, **variables: Any) -> str:
-        """As the template's own, without what it writes behind the last text."""
+        """Renders as the template itself does, without what it writes behind the last text."""
         *before, last = list(messages) or [{}]
         content, mark = last.get("content"), f"CONTINUED{secrets.token_hex(8)}"
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -158,7 +163,8 @@ def _is_of_calls_alone(message: Mapping[str, Any]) -> bool:
 
 
 def _compares_content_with_none(parsed: nodes.Template) -> bool:
-    """In any spelling: `is none`, `== none`, `in [none, '']`, or as a filter's test."""
+    """Whether a node compares the content with none, in any spelling: `is none`, `== none`, `in [none, '']`, or as a
+    filter's test."""
     names = _names_of_content(parsed)
     for asked in parsed.find_all((nodes.Test, nodes.Compare)):
         for_none = isinstance(asked, nodes.Test) and asked.name == "none"
@@ -219,15 +225,6 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-_CONTENT = "content"
-_NO_TEXT = {_CONTENT: ""}
-_FILTERS_BY_TESTS = ("selectattr", "rejectattr")
-MAX_REFUSAL_CHARS = 1000  # of a template's own words, which may be the conversation's
-MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
-MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
-_WIDTHS = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)\.?(\*|[0-9]*)")  # and precisions, of a format
-
-
 class Arguments(dict[str, Any]):
     """A call's arguments: an object for templates that write it as JSON or look into it, and its own JSON text for
     those that put it between others."""
@@ -276,7 +273,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The content alone."""
+        """Parses the content alone."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -322,7 +319,7 @@ def _too_large(operator: str, left: Any, right: Any) -> str:
 
 
 def _width(width: str, values: Any) -> int:
-    """Of a format; `*`: among its values."""
+    """The width that a format names; `*`: the one that stands among its values."""
     if width != "*":
         return int(width or 0)
     return max((value for value in values if isinstance(value, int)), default=0) if isinstance(values, tuple) else 0

@@ -22,7 +22,7 @@ ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user
 
 
 class ControlTokens:
-    """Of one tokenizer: the texts of its special tokens that are longer than a character."""
+    """The control tokens of one tokenizer: the texts of its special tokens that are longer than a character."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         self._pattern = re.compile(_one_of(texts))
@@ -45,7 +45,7 @@ class ControlTokens:
         return any(self._edges(text))
 
     def in_written(self, text: str) -> list[str]:
-        """Those that the tokenizer reads in a prompt's text."""
+        """The control tokens that the tokenizer reads in a prompt's text."""
         found: list[str] = self._pattern.findall(text)
         if self._normalizer is not None:
             found += self._pattern.findall(self._normalized(MARKS[0].join(self._pattern.split(text))))
@@ -75,7 +75,8 @@ class ControlTokens:
         return broken
 
     def _apart(self, text: str, mark: str) -> str:
-        """With a mark at the edges that may be a part of one; within the spaces around it, which templates cut off."""
+        """The text with a mark at the edges that may be a part of one; within the spaces around it, which templates cut
+        off."""
         begins, ends = self._edges(text)
         if not (begins or ends):
             return text
@@ -102,7 +103,7 @@ class ControlTokens:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer: Tokenizer) -> ControlTokens | None:
-    """Of a tokenizer; None where it has none."""
+    """The control tokens of a tokenizer; None where it has none."""
     texts = [text for text in map(tokenizer.added_tokens.__getitem__, tokenizer.special_ids) if len(text) > 1]
     return ControlTokens(tokenizer, texts) if texts else None
 
@@ -138,5 +139,5 @@ def mark_for(told: Sequence[str]) -> str:
 
 
 def escaped(mark: str) -> str:
-    """As JSON of ASCII alone writes it."""
+    """A text as JSON of ASCII alone writes it."""
     return json.dumps(mark).strip('"')

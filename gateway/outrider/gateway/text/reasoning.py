@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, Channels, channels_of
+from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, ChannelBoundaries, Channels, channels_of
 from outrider.gateway.text.tokenizer import NUM_CONTEXT_IDS, TextDelta, TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, quoted
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
-from outrider.rpc.structured import REASONING, Reasoning
-
-if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest
+from outrider.rpc.words.request import ReasoningOptions
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.structured import REASONING, Reasoning
 
 AUTO, NONE = "auto", "none"
 # Start and end by the name of vLLM's parser, or the model's; the first whose tokens a tokenizer has are its own.
@@ -40,28 +38,23 @@ SWITCHES = ("enable_thinking", "thinking")  # templates' words for whether to re
 MAX_IDS_AFTER = 8  # of white space between a template's opening and the prompt's end
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningOptions:
-    """What a request says of reasoning."""
+def template_variables(options: ReasoningOptions, known: Collection[str]) -> dict[str, Any]:
+    """What a template that knows these names is told."""
+    told: dict[str, Any] = {"reasoning_effort": options.effort} if options.effort else {}
+    if options.effort == "none":
+        told |= dict.fromkeys(SWITCHES, False)
+    return {name: value for name, value in told.items() if name in known}
 
-    splits: bool | None = None  # its text is told apart; None: a conversation's is
-    max_tokens: int | None = None  # after so many it ends
-    effort: str = ""  # of EFFORTS, for a template that knows it; empty: the template's own
 
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """What a template that knows these names is told."""
-        told: dict[str, Any] = {"reasoning_effort": self.effort} if self.effort else {}
-        if self.effort == "none":
-            told |= dict.fromkeys(SWITCHES, False)
-        return {name: value for name, value in told.items() if name in known}
-
-    def check(self, found: Violations, markers: ReasoningMarkers | None, max_model_len: int) -> None:
-        """Adds what is wrong with it."""
-        if self.effort not in ("", *EFFORTS):
-            found.add("reasoning.effort", f"is {quoted(self.effort)}", ", ".join(EFFORTS))
-        most = self.max_tokens
-        if most is not None and found.integer("reasoning.max_tokens", most, 1, max_model_len) and markers is None:
-            found.add("reasoning.max_tokens", "is given, and no reasoning of this model is known", "leave it out")
+def check_reasoning(
+    found: Violations, options: ReasoningOptions, markers: ReasoningMarkers | None, max_model_len: int
+) -> None:
+    """Adds what is wrong with what a request says of reasoning."""
+    if options.effort not in ("", *EFFORTS):
+        found.add("reasoning.effort", f"is {quoted(options.effort)}", ", ".join(EFFORTS))
+    most = options.max_tokens
+    if most is not None and found.integer("reasoning.max_tokens", most, 1, max_model_len) and markers is None:
+        found.add("reasoning.max_tokens", "is given, and no reasoning of this model is known", "leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +67,19 @@ class ReasoningMarkers:
 
     def plan(
         self,
-        request: GenerationRequest,
+        options: ReasoningOptions | None,
+        is_chat: bool,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         capabilities: Collection[str],
     ) -> ReasoningPlan:
-        """Of a request that was checked. Where the two texts are not told apart, a constraint is on the whole output,
-        unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the first
-        token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for
-        a bound that the target would not keep."""
-        options = request.reasoning or ReasoningOptions()
-        splits = request.messages is not None if options.splits is None else options.splits
+        """The plan of a request that was checked. Where the two texts are not told apart, a constraint is on the whole
+        output, unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the
+        first token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that,
+        and for a bound that the target would not keep."""
+        options = options or ReasoningOptions()
+        splits = is_chat if options.split is None else options.split
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
         if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
@@ -101,7 +95,7 @@ class ReasoningMarkers:
     def boundaries(self, is_open: bool) -> Boundaries:
         """Where one text ends and the next begins, from an output's first token on."""
         if self.channels is not None:
-            return self.channels.boundaries(is_open)
+            return ChannelBoundaries(self.channels, is_open)
         return _Pair(self.start_ids[0], self.end_ids[0], is_open)
 
 
@@ -122,14 +116,8 @@ class ReasoningPlan:
         return ReasoningStream(*text, self) if self.splits else TextStream(*text)
 
 
-def decode_reasoning(message: Any) -> ReasoningOptions:
-    """From the protocol's ReasoningParams."""
-    splits = message.split if message.HasField("split") else None
-    return ReasoningOptions(splits, message.max_tokens if message.HasField("max_tokens") else None, message.effort)
-
-
 def find_markers(tokenizer: Tokenizer, parser: str) -> ReasoningMarkers | None:
-    """Those of a parser's name; by "auto" what the tokenizer has, if it has any. FailedPrecondition for a name
+    """The markers of a parser's name; by "auto" what the tokenizer has, if it has any. FailedPrecondition for a name
     that nobody knows, or whose tokens the tokenizer has not."""
     if parser == NONE:
         return None
@@ -180,14 +168,12 @@ class _Pair:
         self._first = None if is_open else start_id  # that opens it
 
     def find(self, ids: Sequence[int], begin: int) -> int:
-        """As Boundaries'."""
         first, self._first = self._first, None
         if self.is_inside:
             return next((place for place in range(begin, len(ids)) if ids[place] == self._end_id), len(ids))
         return begin if ids[begin] == first else len(ids)
 
     def take(self, token_id: int) -> None:
-        """As Boundaries'."""
         self.is_inside = not self.is_inside
 
 
@@ -212,18 +198,16 @@ class ReasoningStream:
 
     @property
     def finished(self) -> bool:
-        """As TextStream's."""
         return self._stream is not None and self._stream.finished
 
     @property
     def num_held(self) -> int:
-        """As TextStream's."""
         return 0 if self._stream is None else self._stream.num_held
 
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
-        """As TextStream's; what is reasoning is told apart."""
+        """Takes the next committed ids; what is reasoning is told apart."""
         parts, begin = list[tuple[bool, TextDelta]](), 0
         while begin < len(ids) and not self.finished and (end := self._boundaries.find(ids, begin)) < len(ids):
             if end > begin or self._stream is not None:

@@ -22,9 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
-from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, Violation
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import (
     TokenizerFile,
     complete_backend,
@@ -35,8 +33,17 @@ from outrider.rpc.vocabulary import (
     special_tokens,
     token_bytes,
 )
+from outrider.rpc.words.answer import ToolCallDelta
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
 
 LONG_TEXT = 16_384  # characters, or tokens; what is longer takes a thread of its own
+MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
+MAX_TOKENISED = 4  # long texts at once, beside conversations; others wait
+_TOKENIZERS = ThreadPoolExecutor(16, "tokenizer")  # for these, and for as many conversations as are made at once
+T = TypeVar("T")
+NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
+MAX_TEXT_CHARS = 4096  # of a push that are delivered only at its end
+MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
 
 class Tokenizer:
@@ -106,19 +113,20 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the conversation: {error}") from error
 
     def with_template(self, template: ChatTemplate) -> Tokenizer:
-        """The same with another chat template."""
+        """This tokenizer with another chat template."""
         other = copy.copy(self)
         other.chat_template = template
         return other
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The id sequences of words that must not be generated, at the start of a text and within it, as in vLLM: the
-        form with a space before it counts where it is as long and starts with another token."""
+        form with a space before it counts where it is as long and starts with another token. InvalidArgument for a word
+        that has no tokens."""
         sequences: list[tuple[int, ...]] = []
         for word in words:
             bare = tuple(self.encode(word.lstrip(), add_special_tokens=False))
             if not bare:
-                raise ValueError(f"bad_words: {word!r} has no tokens")
+                raise InvalidArgument.of([Violation("sampling.bad_words", f"{word!r} has no tokens")])
             spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
             sequences.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
@@ -127,7 +135,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> tuple[bytes | None, ...]:
-        """By id the token's bytes; None: no token."""
+        """The bytes of each token, by id; None: no token."""
         return token_bytes(self.backend)
 
     @cached_property
@@ -137,7 +145,7 @@ class Tokenizer:
 
     @property
     def file(self) -> TokenizerFile:
-        """It as it travels."""
+        """The tokenizer as it travels to a draft."""
         return TokenizerFile(self.fingerprint, self._special_tokens, self.backend.to_str().encode())
 
     def _named_id(self, name: str) -> int | None:
@@ -147,7 +155,8 @@ class Tokenizer:
 
 
 def _convert_with_transformers(folder: Path) -> Backend:
-    """For checkpoints without tokenizer.json. Loads torch, if it is there: hence only here, and only when needed."""
+    """Converts a checkpoint's files where it has no tokenizer.json. Loads torch, if it is there: hence only here, and
+    only when needed."""
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
@@ -159,9 +168,6 @@ def _convert_with_transformers(folder: Path) -> Backend:
     return backend
 
 
-MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
-
-
 async def encode_bounded(
     field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]], among_long: bool = False
 ) -> tuple[int, ...]:
@@ -169,12 +175,6 @@ async def encode_bounded(
     with others that come in the same turn of the event loop it is long."""
     require_fit(field, len(text), max_model_len)
     return tuple(await in_thread(among_long or len(text) > LONG_TEXT, encode, text))
-
-
-MAX_TOKENISED = 4  # long texts at once, beside conversations; others wait
-_TOKENIZERS = ThreadPoolExecutor(16, "tokenizer")  # for these, and for as many conversations as are made at once
-
-T = TypeVar("T")
 
 
 async def in_thread(is_long: bool, work: Callable[..., T], *arguments: Any) -> T:
@@ -189,11 +189,6 @@ def require_fit(field: str, num_chars: int, max_model_len: int) -> None:
     if num_chars > MAX_CHARS_PER_TOKEN * max_model_len:
         allowed = f"a text of at most {max_model_len - 1} tokens"
         raise InvalidArgument.of([Violation(field, f"has {num_chars} characters; allowed: {allowed}", TOO_LONG)])
-
-
-NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
-MAX_TEXT_CHARS = 4096  # of a push that are delivered only at its end
-MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
 
 @dataclass(slots=True)

@@ -136,7 +136,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     alone."""
     library = torch.ops.mkldnn
     checks = {torch.bfloat16: library._is_mkldnn_bf16_supported, torch.float16: library._is_mkldnn_fp16_supported}
-    has_layouts: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_layouts: bool = torch.backends.mkldnn.is_available()
     return has_layouts and bool(checks.get(dtype, lambda: True)())
 
 

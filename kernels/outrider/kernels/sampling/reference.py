@@ -297,17 +297,18 @@ def advance(
     slots: Tensor,  # [sequences] int32: where its keys and values go; -1: nowhere
     context_lens: Tensor,  # [sequences] int32: tokens in the cache with it; 0: padding, which stays where it is
     block_tables: Tensor,  # [sequences, most blocks] int32
-    passes: Tensor,  # [1] int32: passes that ran; before the first one the numbers are right as they are
+    ends: Tensor,  # [sequences] int32: the positions that a sequence has places for, 0 in padding
     block_size: int,
 ) -> None:
-    """The sequences' blocks must hold the position that follows."""
+    """Moves every sequence on by a token, up to its end: what stands there stores nothing, and sees what is before."""
     if dispatch.runs_triton(positions):
         from outrider.kernels.sampling import triton as sampling_triton
 
-        sampling_triton.advance(positions, slots, context_lens, block_tables, passes, block_size)
+        sampling_triton.advance(positions, slots, context_lens, block_tables, ends, block_size)
         return
-    moves = ((context_lens > 0) & (passes > 0)).int()  # [sequences]
-    positions += moves
-    context_lens += moves
-    blocks = block_tables.gather(1, (positions // block_size).long()[:, None]).squeeze(1)  # [sequences]
-    slots.copy_(blocks * block_size + positions % block_size).masked_fill_(context_lens == 0, -1)
+    moves = (context_lens > 0).int()  # [sequences]
+    positions.copy_(torch.minimum(positions + moves, ends))
+    context_lens.copy_(torch.minimum(context_lens + moves, ends))
+    last = (ends - 1).clamp(min=0)  # [sequences]
+    blocks = block_tables.gather(1, (torch.minimum(positions, last) // block_size).long()[:, None]).squeeze(1)
+    slots.copy_(blocks * block_size + positions % block_size).masked_fill_(positions >= ends, -1)

@@ -570,12 +570,12 @@ SEQUENCES = 64  # of a program
 
 
 def advance(
-    positions: Tensor, slots: Tensor, context_lens: Tensor, block_tables: Tensor, passes: Tensor, block_size: int
+    positions: Tensor, slots: Tensor, context_lens: Tensor, block_tables: Tensor, ends: Tensor, block_size: int
 ) -> None:
     """Launches the reference's `advance`."""
     num_sequences = len(positions)
     _advance_kernel[(triton.cdiv(num_sequences, SEQUENCES),)](
-        positions, slots, context_lens, block_tables, passes, num_sequences, block_tables.stride(0), block_size,
+        positions, slots, context_lens, block_tables, ends, num_sequences, block_tables.stride(0), block_size,
         SEQUENCES,
     )  # fmt: skip
 
@@ -586,7 +586,7 @@ def _advance_kernel(
     slots: tl.tensor,
     context_lens: tl.tensor,
     block_tables: tl.tensor,
-    passes: tl.tensor,
+    ends: tl.tensor,
     num_sequences: tl.tensor,
     table_stride: tl.tensor,
     block_size: tl.constexpr,
@@ -594,11 +594,12 @@ def _advance_kernel(
 ) -> None:
     index = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     inside = index < num_sequences
-    length = tl.load(context_lens + index, inside, 0)
-    moves = ((length > 0) & (tl.load(passes) > 0)).to(tl.int32)
-    position = tl.load(positions + index, inside, 0) + moves
+    length, end = tl.load(context_lens + index, inside, 0), tl.load(ends + index, inside, 0)
+    moves = (length > 0).to(tl.int32)
+    position = tl.minimum(tl.load(positions + index, inside, 0) + moves, end)
+    has_place = inside & (position < end)
     place = block_tables + index.to(tl.int64) * table_stride + position // block_size
-    slot = tl.load(place, inside & (length > 0), 0) * block_size + position % block_size
+    slot = tl.load(place, has_place, 0) * block_size + position % block_size
     tl.store(positions + index, position, inside)
-    tl.store(context_lens + index, length + moves, inside)
-    tl.store(slots + index, tl.where(length > 0, slot, -1), inside)
+    tl.store(context_lens + index, tl.minimum(length + moves, end), inside)
+    tl.store(slots + index, tl.where(has_place, slot, -1), inside)

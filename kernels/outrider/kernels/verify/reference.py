@@ -26,7 +26,6 @@ Gumbel-max trick). Greedy decoding uses the same acceptance with the arg max as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -36,14 +35,6 @@ from torch import Tensor
 from outrider.kernels import dispatch
 from outrider.kernels.random.reference import Purpose, exponential_noise
 from outrider.kernels.types import MAX_TOTAL_WEIGHT, DraftWeights, PackedEntries, Windows
-
-
-def cut_at_vocabulary(draft_ids: Sequence[int], vocab_size: int) -> int:
-    """How many leading drafted ids the target knows: a chain ends at the first one outside its vocabulary."""
-    for index, token_id in enumerate(draft_ids):
-        if not 0 <= token_id < vocab_size:
-            return index
-    return len(draft_ids)
 
 
 def accept_uniforms(words: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.models.base import WrongCheckpoint
@@ -49,6 +49,10 @@ class Head(Protocol):
         """That it can draft in a row."""
 
     @property
+    def stages(self) -> int:
+        """How many passes of `next` differ: 1 where every depth is computed alike."""
+
+    @property
     def mask(self) -> MaskRow | None:
         """Of a head that drafts all tokens in one pass, by `first` alone: behind the committed rows stand rows of this
         kind, and each gives the token behind it."""
@@ -57,11 +61,12 @@ class Head(Protocol):
     def layers(self) -> tuple[LayerShape, ...]:
         """What it stores of every row, at the place of the row's token; nothing if it looks at no row before."""
 
-    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def first(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """The rows of tokens that are committed; features: [rows, taps, hidden]. Returns of the batch's logit rows the
-        logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]."""
+        logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]. A static batch may
+        be captured."""
 
-    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """The rows of drafted tokens: the `depth`-th drafted one from 1 on; state: [rows, width], of the row before.
         Behind a tree's nodes that are computed again stand those of that depth, which want logits. Returns the same of
         the token behind."""

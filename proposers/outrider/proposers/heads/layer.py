@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.decoder import Block, Product
+from outrider.engine.models.decoder import DecoderLayer, Product
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
-from outrider.kernels.attention.plan import plan_attention
+from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 
@@ -34,6 +34,7 @@ class LayerHead(ABC):
     taps: tuple[int, ...]
     hidden_size: int
     most_tokens = MOST_TOKENS
+    stages = 1
     mask: MaskRow | None = None
 
     def __init__(
@@ -61,29 +62,20 @@ class LayerHead(ABC):
         """Of the target's hidden states."""
         return features[:, 0]
 
-    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def first(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.first`."""
         hidden = self._pass(batch, self.features_to_state(features), cache)
         return self.leave(hidden[batch.logit_rows])
 
-    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.next`."""
         return self.leave(self._pass(batch, state, cache)[batch.logit_rows])
 
-    def _pass(self, batch: Batch, state: Tensor, cache: KVCache) -> Tensor:  # [rows, width] -> [rows, hidden]
+    def _pass(
+        self, batch: Batch | StaticBatch, state: Tensor, cache: KVCache
+    ) -> Tensor:  # [rows, width] -> [rows, hidden]
         positions = batch.positions - 1
-        plan = plan_attention(
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            block_size=cache.block_size,
-            heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
-            dtype=state.dtype,
-            sliding_window=self.config.sliding_windows[0],
-            parents=batch.parents,
-            max_model_len=self.config.max_model_len,
-            first_key=1,
-        )
+        plan = self._plan(batch, cache.block_size, state.dtype)
         normed, residual = self.enter(F.embedding(batch.token_ids, self._embeddings), state, positions)
         rotary = self._cos[positions], self._sin[positions]
         slots = batch.slot_mapping
@@ -94,6 +86,31 @@ class LayerHead(ABC):
                 normed, residual, rotary, plan, slots, cache.keys[index], cache.values[index]
             )
         return residual + update
+
+    def _plan(self, batch: Batch | StaticBatch, block_size: int, dtype: torch.dtype) -> AttentionPlan:
+        window, longest = self.config.sliding_windows[0], self.config.max_model_len
+        if isinstance(batch, StaticBatch):
+            return plan_on_device(
+                batch.block_tables,
+                batch.query_starts,
+                batch.context_lens,
+                max_query_len=batch.max_query_len,
+                sliding_window=window,
+                max_model_len=longest,
+                first_key=1,
+            )
+        return plan_attention(
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            block_size=block_size,
+            heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
+            dtype=dtype,
+            sliding_window=window,
+            parents=batch.parents,
+            max_model_len=longest,
+            first_key=1,
+        )
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:  # [rows, hidden], [hidden] -> [rows, hidden]
         """RMS norm by the layer's epsilon."""
@@ -121,7 +138,7 @@ def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: 
     return replace(parsed, max_model_len=target.max_model_len)
 
 
-def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, Block]:
+def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, DecoderLayer]:
     """A layer behind the first, which is a decoder's: its norm, and the block."""
     prefixes = (f"layers.{index}.", f"model.layers.{index}.")
     names = [f"{prefix}input_layernorm.weight" for prefix in prefixes]
@@ -129,7 +146,7 @@ def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Ten
     return weight, _block(config, reader, prefixes, config.hidden_size)
 
 
-def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> Block:
+def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> DecoderLayer:
     hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
 
@@ -147,7 +164,7 @@ def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...],
     if config.family.qk_norm:
         query, key = (reader.tensor((dim,), *named(f"self_attn.{part}_norm.weight")) for part in "qk")
         qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-    return Block(
+    return DecoderLayer(
         config,
         qkv=linear(inputs, ("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)),
         output=linear(heads, ("self_attn.o_proj", hidden)),

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder import Product
@@ -62,6 +62,7 @@ class MedusaHead:
         self.taps = target.taps([target.num_layers])
         self.hidden_size = config.hidden_size
         self.most_tokens = config.num_heads
+        self.stages = config.num_heads - 1  # each depth has its own
         self._vocab_size = config.vocab_size
         self._blocks = [_layers(config, reader, head) for head in range(config.num_heads)]
         self._token_map = None  # [num_outputs]: the ids of the heads' outputs
@@ -79,11 +80,11 @@ class MedusaHead:
             return target.output if self._token_map is None else target.output[self._token_map]
         return reader.tensor((config.num_outputs, config.hidden_size), *names)
 
-    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def first(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Of the last hidden state alone. Shapes: `Head.first`."""
         return self.next(0, batch, features[batch.logit_rows, 0], cache)
 
-    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """What is drafted before plays no part. Shapes: `Head.next`."""
         hidden = state
         for block in self._blocks[depth]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder import Product
@@ -85,17 +85,18 @@ class MlpSpeculatorHead:
         self.taps = target.taps([target.num_layers])
         self.hidden_size = config.hidden_size
         self.most_tokens = config.num_heads
+        self.stages = config.num_heads - 1  # each depth has its own
         self._scale_input = config.scale_input
         self._token_weight = config.token_weight
         self._stages = [_stage(config, reader, index) for index in range(config.num_heads)]
 
-    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def first(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Of the last hidden state, scaled if the heads were trained so. Shapes: `Head.first`."""
         state = features[batch.logit_rows, 0]
         state = normed(state) / math.sqrt(2) if self._scale_input else state
         return self._stage(0, batch.token_ids[batch.logit_rows], state)
 
-    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.next`."""
         return self._stage(depth, batch.token_ids, state)
 

@@ -22,7 +22,7 @@ SLICE_BYTES = 12 * SLICE  # that they take, at most
 MAX_WAITING = 128  # slices
 
 
-class Text(NamedTuple):
+class StoredText(NamedTuple):
     """A slice of an output."""
 
     salt: bytes
@@ -46,7 +46,7 @@ class Generation:
     num_sequences: int = 0
     num_bytes: int = 0
 
-    def add(self, text: Text, depth: int) -> None:
+    def add(self, text: StoredText, depth: int) -> None:
         """Indexes a slice of an output."""
         index = self.indices.get(text.salt)
         if index is None:
@@ -83,7 +83,7 @@ class SuffixStore:
         self._sequences_each = max_sequences // kept
         self._bytes_each = 10 * max_bytes // (10 * kept + 7)  # an index that grows is copied: there is room for that
         self._generations: deque[Generation] = deque([Generation()], maxlen=kept)
-        self._waiting: deque[Text] = deque()
+        self._waiting: deque[StoredText] = deque()
         self._changing = Lock()  # held while the newest generation does, or takes another's place
         self.num_added = 0  # outputs, since the start
 
@@ -112,7 +112,7 @@ class SuffixStore:
         for at in range(len(tokens) - len(output_ids), len(tokens), SLICE):
             context = tokens[max(at - self.depth, 0) : at]
             begins = len(tokens) - len(output_ids) == at
-            self._waiting.append(Text(digest_of(salt), context, tokens[at : at + SLICE], begins))
+            self._waiting.append(StoredText(digest_of(salt), context, tokens[at : at + SLICE], begins))
         while len(self._waiting) > MAX_WAITING:
             self.index_next()
 

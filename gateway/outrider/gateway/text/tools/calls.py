@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.rpc.words.answer import ToolCallDelta
+
+NUM_SHORT = 9  # characters of an id that Mistral's templates accept
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -18,18 +22,6 @@ class Tool:
     strict: bool  # the arguments must satisfy it
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """What a delta adds to call `index` of a completion: id and name with its first part, then pieces of the JSON
-    text of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-    num_before: int = 0  # characters of the completion's text that come before it
-
-
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Whole calls of their pieces, in order."""
     calls: dict[int, list[ToolCallDelta]] = {}
@@ -38,13 +30,10 @@ def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(replace(pieces[0], arguments="".join(each.arguments for each in pieces)) for pieces in calls.values())
 
 
-NUM_SHORT = 9  # characters of an id that Mistral's templates accept
-
-
 def call_ids(
     request_id: str, seed: int, prompt_ids: Sequence[int], completion: int, short: bool = False
 ) -> Callable[[int], str]:
-    """By number the ids of a completion's calls. They depend on the request alone, so that one that is resumed
+    """The ids of a completion's calls, by number. They depend on the request alone, so that one that is resumed
     elsewhere goes on with the same."""
     digest = hashlib.sha256(f"{request_id}\0{seed}\0{completion}\0".encode())
     digest.update(array("Q", prompt_ids).tobytes())

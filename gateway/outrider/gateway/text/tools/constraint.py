@@ -12,12 +12,16 @@ from typing import Any
 
 from outrider.gateway.text.tools.calls import Tool
 from outrider.gateway.text.tools.formats import Layout, ToolFormat, is_text
-from outrider.rpc.sampling_params import StructuredOutput
+from outrider.rpc.words.structured import JSON_OPTIONS, StructuredOutput
 
 MAX_CALLS = 32  # of a constrained completion
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 ANSWERS = ("json_schema", "json_object", "choice")  # kinds of a constraint that may stand beside calls
-JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}  # as targets have it for an answer without calls
+_OPEN = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+)
+_DEFINITIONS = ("$defs", "definitions")
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def calls_grammar(
@@ -85,7 +89,7 @@ def _named(layout: Layout, tool: Tool) -> str:
 
 
 def _schema(tool: Tool, required: bool) -> Mapping[str, Any]:
-    """Of the arguments, written as templates write them. Of parameters that are listed it takes no others: a
+    """The schema of the arguments, written as templates write them. Of parameters that are listed it takes no others: a
     function cannot be called with them."""
     schema = tool.parameters if required or tool.strict else ANY_OBJECT
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN.intersection(schema) else {}
@@ -94,13 +98,6 @@ def _schema(tool: Tool, required: bool) -> Mapping[str, Any]:
 
 def _written(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": _STYLE}, ensure_ascii=False)
-
-
-_OPEN = frozenset(
-    {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
-)
-_DEFINITIONS = ("$defs", "definitions")
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def _add_call(rules: _Rules, name: str, before: str, arguments: str, layout: Layout) -> None:
@@ -116,7 +113,6 @@ class _Rules:
         self.lines = ""
 
     def add(self, name: str, body: str) -> None:
-        """One rule."""
         self.lines += f"{name}: {body}\n"
 
     def add_head(self, marker: str) -> None:
@@ -148,7 +144,7 @@ class _Rules:
         return " ".join(parts) if "properties" in schema else anything
 
     def names(self, kind: str, tools: Sequence[Tool]) -> str:
-        """Any of the tools."""
+        """The alternatives of a rule: any of the tools."""
         return " | ".join(f"{kind}_{index}" for index in range(len(tools)))
 
     def text(self, text: str) -> str:

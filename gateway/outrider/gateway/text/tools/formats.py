@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from outrider.gateway.text.tools.parser import NAME, NoCall, Reading, ToolParser
 
 _OBJECT = '{"name": "NAME", "arguments": '
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 (theirs)
+_CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Hermes(ToolParser):
     inner: ClassVar[tuple[str, ...]] = ("</tool_call>",)
 
     def calls(self, marker: str) -> Reading:
-        """One."""
+        """Reads one call."""
         yield from self.skip_spaces()
         yield from self.call_object()
         if (yield from self.follows("</tool_call>")):
@@ -45,7 +48,7 @@ class QwenXml(ToolParser):
     inner: ClassVar[tuple[str, ...]] = ("</tool_call>",)
 
     def calls(self, marker: str) -> Reading:
-        """One."""
+        """Reads one call."""
         yield from self.skip_spaces()
         yield from self.literal("<function=")
         name, _ = yield from self.until((">",))
@@ -97,7 +100,7 @@ class Llama(ToolParser):
     bare: ClassVar[str] = "{"
 
     def calls(self, marker: str) -> Reading:
-        """All of them."""
+        """Reads all calls of an answer."""
         while True:
             yield from self.skip_spaces()
             yield from self.call_object(known=not marker)
@@ -114,7 +117,7 @@ class Mistral(ToolParser):
     short_ids: ClassVar[bool] = True
 
     def calls(self, marker: str) -> Reading:
-        """What follows one marker."""
+        """Reads what follows one marker."""
         yield from self.skip_spaces()
         match (yield from self.peek()):
             case "[":
@@ -131,10 +134,6 @@ class Mistral(ToolParser):
         self.end_call()
 
 
-_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 (theirs)
-_CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-
-
 class DeepSeek(ToolParser):
     """DeepSeek: V3 and R1 with "function", the name, and the arguments in a block of Markdown; V3.1 with the name and
     the arguments alone."""
@@ -143,7 +142,7 @@ class DeepSeek(ToolParser):
     inner: ClassVar[tuple[str, ...]] = (_END, _SEP, _CALL_END)
 
     def calls(self, marker: str) -> Reading:
-        """All of them."""
+        """Reads all calls of an answer."""
         if marker == _BEGIN:
             yield from self.skip_spaces()
             yield from self.literal(_CALL)
@@ -168,13 +167,13 @@ class DeepSeek(ToolParser):
 
 
 class GenericJson(ToolParser):
-    """Of checkpoints without a format of their own: in place of an answer one object with name and arguments, or a list
-    of them."""
+    """The format of checkpoints without one of their own: in place of an answer one object with name and arguments, or
+    a list of them."""
 
     bare: ClassVar[str] = "{["
 
     def calls(self, marker: str) -> Reading:
-        """All of them."""
+        """Reads all calls of an answer."""
         if (yield from self.peek()) == "[":
             yield from self.call_list(known=True)
         else:
@@ -221,11 +220,10 @@ FORMATS = {
         ToolFormat("json", GenericJson, Layout(), Layout("[", between=", ", closing="]")),
     )
 }
-AUTO = "auto"
 
 
 def detect(chat_template: str) -> ToolFormat | None:
-    """By what a chat template writes for calls in the history; None where it knows no tools."""
+    """The format by what a chat template writes for calls in the history; None where it knows no tools."""
     if _BEGIN in chat_template:
         return FORMATS["deepseek_v3" if "```json" in chat_template else "deepseek_v31"]
     if "[TOOL_CALLS]" in chat_template:

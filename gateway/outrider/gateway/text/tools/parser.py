@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.gateway.text.tokenizer import held_back
-from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
+from outrider.gateway.text.tools.calls import join_calls
+from outrider.rpc.words.answer import ToolCallDelta
 
 MAX_CALLS = 128  # of a completion; further ones are text
 MAX_HEAD_CHARS = 16 * 1024  # of a call before it is told
@@ -30,6 +31,7 @@ SPACES = " \t\r\n"
 
 Reading = Generator[None, None, None]  # a step that waits for characters
 ReadingText = Generator[None, None, str]
+_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class NoCall(Exception):
@@ -73,7 +75,7 @@ class ToolParser(ABC):
         return self._num_apart + len(self._buffer)
 
     def push(self, text: str) -> Parsed:
-        """What further text adds."""
+        """Takes further text, and gives what it adds."""
         self._buffer += text
         return self._advance()
 
@@ -187,7 +189,7 @@ class ToolParser(ABC):
             self._at += 1
 
     def literal(self, text: str) -> Reading:
-        """Exactly this text."""
+        """Matches exactly this text."""
         for expected in text:
             if (yield from self.peek()) != expected:
                 raise NoCall
@@ -197,13 +199,12 @@ class ToolParser(ABC):
         """The last character is not read."""
         self._at -= 1
 
-    def follows(self, text: str, spaces: bool = True) -> Generator[None, None, bool]:
+    def follows(self, text: str) -> Generator[None, None, bool]:
         """Whether this text is next, after white space; it is read then, else nothing is. NoCall where the end has cut
         it."""
         before = self._at
         try:
-            if spaces:
-                yield from self.skip_spaces()
+            yield from self.skip_spaces()
             yield from self.literal(text)
         except NoCall:
             if self._is_at_end():
@@ -212,9 +213,9 @@ class ToolParser(ABC):
             return False
         return True
 
-    def until(self, ends: tuple[str, ...], most: int = MAX_NAME_CHARS) -> Generator[None, None, tuple[str, str]]:
-        """The text up to the first of some ends, and that end; both are read."""
-        begin, most = self._at, most + max(map(len, ends)) + 1
+    def until(self, ends: tuple[str, ...]) -> Generator[None, None, tuple[str, str]]:
+        """The text up to the first of some ends, and that end; both are read. It is a name's, and as short."""
+        begin, most = self._at, MAX_NAME_CHARS + max(map(len, ends)) + 1
         while True:
             text = self._buffer[begin : begin + most]
             found = [(place + len(end), end) for end in ends if (place := text.find(end)) >= 0]
@@ -309,7 +310,7 @@ class ToolParser(ABC):
         self._in_arguments = False
 
     def _tell_arguments(self) -> None:
-        """As far as they are read."""
+        """Gives the arguments as far as they are read."""
         if not self._in_arguments or self._told == self._at:
             return
         self.tell_more(self._buffer[self._told : self._at])
@@ -447,9 +448,6 @@ class ToolParser(ABC):
             num_digits += 1
         if not num_digits:
             raise NoCall
-
-
-_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 @dataclass(slots=True)

@@ -8,19 +8,17 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.tokenizer import TextDelta, Tokenizer
 from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
 from outrider.gateway.text.tools.constraint import ANSWERS, calls_grammar
 from outrider.gateway.text.tools.formats import AUTO, FORMATS, ToolFormat, detect
 from outrider.gateway.text.tools.parser import NAME, ToolParser
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, quoted, shown
-from outrider.rpc.sampling_params import FinishReason, SamplingParams, StructuredOutput
-
-if TYPE_CHECKING:
-    from outrider.gateway.request import GenerationRequest, Prepared
+from outrider.rpc.words.request import GenerationRequest
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.words.structured import StructuredOutput
 
 MAX_TOOLS = 128
 MAX_CHARS = 256 * 1024  # of all tools, as JSON
@@ -29,6 +27,7 @@ CHOICES = ("auto", "none", "required")
 STRUCTURED_OUTPUT = "sampling.structured_output"  # the capability
 _NAMED = '{"type": "function", "function": {"name": ...}}'
 _ALLOWED = f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or "required", "tools": [{_NAMED}]}}}}'
+_OF_CONSTRAINT = re.compile(r"(?:open\.)?sampling\.structured_output[\w.]*: ")
 
 
 class AnswerText(Protocol):
@@ -62,18 +61,15 @@ class ToolStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the completion has ended."""
         return self._text.finished
 
     @property
     def num_held(self) -> int:
-        """Characters that a push may have to look through beside its own."""
         return self._parser.num_held
 
     def push(
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
-        """Takes the next committed ids."""
         return self._parsed(self._text.push(ids, finish_reason, stop_token_id))
 
     def _parsed(self, delta: TextDelta) -> TextDelta:
@@ -100,22 +96,17 @@ class ToolUse:
     constraint: StructuredOutput | None
     required: bool = False  # the constraint has nothing but calls
 
-    def stream(self, prepared: Prepared, index: int) -> AnswerText:
-        """The text and the calls of a completion."""
-        ids = call_ids(
-            prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
-        )
-        parser = self.format.parser(ids, self.functions)
-        return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel, self.required)
+    def stream(self, text: AnswerText, request_id: str, seed: int, prompt_ids: Sequence[int], index: int) -> AnswerText:
+        """The text of a completion, which `text` gives with its calls, without them, and these. Their ids are drawn
+        from what the request is known by."""
+        ids = call_ids(request_id, seed, prompt_ids, index, short=self.format.parser.short_ids)
+        return ToolStream(text, self.format.parser(ids, self.functions), self.parallel, self.required)
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
         """A refusal of the constraint, which nobody asked for by that name."""
         if self.constraint is None or not (found := _OF_CONSTRAINT.match(error.message)):
             return error
         return InvalidArgument.of([Violation("tools", error.message[found.end() :])])
-
-
-_OF_CONSTRAINT = re.compile(r"(?:open\.)?sampling\.structured_output[\w.]*: ")
 
 
 def tool_use(
@@ -196,24 +187,6 @@ def _without_strict(tool: Any) -> Any:
     if not isinstance(function, Mapping):
         return tool
     return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
-
-
-def decode_tools(texts: Sequence[str]) -> tuple[Any, ...]:
-    """Tools from their JSON texts. InvalidArgument names the one that is none."""
-    return tuple(decode_json(f"tools[{index}]", text) for index, text in enumerate(texts))
-
-
-def decode_choice(text: str) -> Any:
-    """A tool_choice from its text, which is JSON where it is an object."""
-    return decode_json("tool_choice", text) if text.startswith("{") else text or None
-
-
-def decode_json(field: str, text: str) -> Any:
-    """The JSON of a field. InvalidArgument names it."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        raise InvalidArgument.of([Violation(field, f"is no JSON; allowed: {ALLOWED}")]) from None
 
 
 def _read_tools(found: Violations, given: Any) -> list[Tool]:

@@ -1,1 +1,0 @@
-"""Every method of drafting on the same prompts: `outrider compare`."""

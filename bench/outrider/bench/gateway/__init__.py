@@ -1,1 +1,0 @@
-"""What a round costs a gateway process: `outrider bench gateway`."""

@@ -1,1 +1,0 @@
-"""Any server under load: `outrider bench serve`."""

@@ -1,1 +1,0 @@
-"""What the way between the services costs: `outrider bench network`."""

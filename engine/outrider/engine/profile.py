@@ -1,0 +1,74 @@
+"""The time of passes by their number of rows, measured before anything is served."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.kv_cache_manager import BlockPool
+from outrider.engine.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXT = 128  # tokens before the rows
+REPEATS = 3  # the best of them counts
+SHAPE_S = 0.25  # a number of rows is not repeated any more once it took so long
+BUDGET_S = 3.0  # for all together
+
+StepProfile = tuple[tuple[int, int], ...]  # rows and microseconds, by rising rows
+
+
+def measure_steps(
+    runner: ModelRunner,
+    pool: BlockPool,
+    max_rows: int,
+    max_model_len: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepProfile:
+    """Times forward passes of one sequence in blocks of its own, which are given back as they were. One row is measured
+    however long it takes, more only while the budget lasts. Runs on the device thread while nothing is open."""
+    room = min(max_model_len, pool.num_free * runner.block_size)
+    context = min(CONTEXT, room // 2)
+    costs: list[tuple[int, int]] = []
+    table = pool.allocate(-(-min(room, context + ROWS[-1]) // runner.block_size))
+    try:
+        _pass(runner, context, 1, table)  # what is compiled or allocated once is not held against the budget
+        started, last = clock(), 0.0
+        for num_rows in ROWS:
+            # At worst a pass takes twice as long as one of half as many rows, and it is run twice.
+            if num_rows > min(max_rows, room - context) or clock() - started + 4 * last > BUDGET_S:
+                break
+            last = _best(partial(_pass, runner, context, num_rows, table), clock)
+            costs.append((num_rows, max(1, round(last * 1e6))))
+    except Exception:
+        log.exception("steps of more rows than these could not be measured: %s", costs)
+    finally:
+        for tensor in (*runner.cache.keys, *runner.cache.values):
+            tensor[table] = 0
+        pool.release(table)
+    return tuple(costs)
+
+
+def _pass(runner: ModelRunner, context: int, num_rows: int, table: list[int]) -> None:
+    # Different ids, or a mixture of experts would send all rows to the same ones.
+    ids = [7919 * index % runner.model.vocab_size for index in range(num_rows)]
+    num_blocks = -(-(context + num_rows) // runner.block_size)
+    logits = runner.forward([BatchEntry(ids, context, table[:num_blocks], num_rows)])
+    logits[-1, 0].item()  # waits for the device
+
+
+def _best(run: Callable[[], None], clock: Callable[[], float]) -> float:
+    """Seconds of the fastest run after one that warms up."""
+    first, best = clock(), float("inf")
+    for repeat in range(REPEATS + 1):
+        began = clock()
+        run()
+        if repeat:
+            best = min(best, clock() - began)
+            if clock() - first > SHAPE_S:
+                break
+    return best

@@ -1,0 +1,254 @@
+"""Builds the parts of a gateway's process from its settings, and connects them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.gateway.auth import Tokens, caller_of
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.media import MediaLimits
+from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
+from outrider.gateway.peers.local_drafts import LocalDrafter
+from outrider.gateway.peers.moving import MovingDrafts
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.untrusted import UntrustedDrafts
+from outrider.gateway.processes import GatewayProcess
+from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.settings import GatewaySettings
+from outrider.gateway.speculation.backends import Drafter
+from outrider.gateway.speculation.schedule import ScheduledDrafter
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.proposers.registry import make_proposer
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.hub import ModelNotFound, locate
+from outrider.rpc.interceptors import Gate
+from outrider.rpc.messages import DraftInfo, TargetInfo
+from outrider.rpc.pair import check_pair
+from outrider.rpc.security import ClientTls, ServerTls
+from outrider.rpc.server import HealthMonitor, Server, build_server
+from outrider.rpc.settings import is_loopback
+from outrider.rpc.stream import StreamConfig
+from outrider.rpc.vocabulary import TokenizerFile
+
+if TYPE_CHECKING:  # nothing of HTTP or of metrics is imported unless it is served
+    from outrider.gateway.http.server import HttpServer
+    from outrider.gateway.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+ROOM_WAIT_S = 15.0  # where other gateways fill the targets: by its own requests alone one sends no more than they take
+AWAY_WAIT_S = 3.0  # a gateway that stood still for seconds finds all its connections ended, and opens them anew
+STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    """The parts of one process, built and not yet started."""
+
+    engine: GenerationEngine
+    targets: RemoteTargets
+    drafts: Drafter | None
+    metrics: GatewayMetrics | None
+    server: Server
+    http: HttpServer | None
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        """Connects to the drafts once a target can be used, and returns when both can. FailedPrecondition where every
+        target, or every draft, answers and none may be used; one among others, or a later one, counts as absent."""
+        _require(await self.targets.wait_admitted())
+        if isinstance(self.drafts, RemoteDrafts):
+            await stack.enter_async_context(self.drafts)
+            _require(await self.drafts.wait_attempted())
+            await self.drafts.wait_usable()
+
+
+def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> GatewayParts:
+    """The parts, connected with one another. `process` is this one among several behind the same addresses."""
+    tokenizer = load_tokenizer(settings.tokenizer)
+    tokenizer.tool_parser = settings.tool_parser
+    metrics = _new_metrics(settings)
+    targets = _new_targets(settings, tokenizer, metrics)
+    drafts = _new_drafts(settings, tokenizer, targets, metrics)
+    engine = _new_engine(settings, tokenizer, targets, drafts, metrics)
+    tls = ServerTls.of(settings)
+    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    server = _new_server(settings, engine, targets, tls, tokens, reuse_port=process is not None)
+    http = _new_http(settings, engine, server, metrics, process, tls, tokens)
+    return GatewayParts(engine, targets, drafts, metrics, server, http)
+
+
+def locate_tokenizer(folder: Path) -> Path:
+    """The folder of a tokenizer that is given by its folder or its hub id."""
+    try:
+        return locate(folder, weights=False)
+    except ModelNotFound as error:
+        raise FailedPrecondition(str(error)) from error
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder or a hub id. FailedPrecondition where it cannot be read."""
+    located = locate_tokenizer(folder)
+    try:
+        return Tokenizer.load(located)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
+
+
+def _new_metrics(settings: GatewaySettings) -> GatewayMetrics | None:
+    """Metrics are counted, and what counts them is imported, only where they are served."""
+    if not (settings.http or settings.metrics):
+        return None
+    from outrider.gateway.metrics import GatewayMetrics
+
+    return GatewayMetrics()
+
+
+def _streams(metrics: GatewayMetrics | None, role: str) -> StreamConfig | None:
+    return None if metrics is None else metrics.stream_config(role)
+
+
+def _new_targets(settings: GatewaySettings, tokenizer: Tokenizer, metrics: GatewayMetrics | None) -> RemoteTargets:
+    def check(info: TargetInfo) -> None:
+        if warning := check_tokenizer(tokenizer, info.model):
+            log.warning("%s", warning)
+
+    tls = ClientTls.of(settings, settings.target_tls_name)
+    return RemoteTargets(settings.target, check, _streams(metrics, "target"), tls=tls)
+
+
+def _new_drafts(
+    settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTargets, metrics: GatewayMetrics | None
+) -> Drafter | None:
+    if not settings.draft:
+        return None
+    if names := settings.local_methods:
+        given = dict(settings)
+        return LocalDrafter([make_proposer(name, given, settings.allow_code) for name in names], in_turn=True)
+
+    def check(info: DraftInfo) -> None:
+        if warning := check_pair(targets.info.model, info.model):
+            log.warning("%s", warning)
+
+    def offer(info: DraftInfo) -> TokenizerFile | None:
+        return vocabulary_for(info, targets.info.model, tokenizer)
+
+    tls = ClientTls.of(settings, settings.draft_tls_name)
+    kind = UntrustedDrafts if settings.untrusted_draft else MovingDrafts
+    drafts = kind(settings.draft, check, _streams(metrics, "draft"), offer=offer, tls=tls)
+    targets.on_model = drafts.recheck
+    return drafts
+
+
+def _new_engine(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    targets: RemoteTargets,
+    drafts: Drafter | None,
+    metrics: GatewayMetrics | None,
+) -> GenerationEngine:
+    if drafts is not None and not settings.schedule.constant:
+        drafts = ScheduledDrafter(drafts, settings.schedule, lambda: engine.admission.num_active)
+    engine = GenerationEngine(tokenizer, targets, drafts, _engine_config(settings, targets))
+    if metrics is not None:
+        from outrider.gateway.request_metrics import measure
+
+        measure(engine, metrics, settings.vllm_metrics)
+    return engine
+
+
+def _engine_config(settings: GatewaySettings, targets: RemoteTargets) -> EngineConfig:
+    return EngineConfig(
+        num_draft_tokens=max(tokens for _, tokens in settings.schedule.ranges),
+        mode=settings.mode,
+        schedule=None if settings.schedule.constant else settings.schedule,
+        draft_patience_ms=settings.draft_patience_ms,
+        max_active=settings.max_active,
+        max_waiting=settings.max_waiting,
+        max_admitted_tokens=settings.max_admitted_tokens,
+        caller_share=settings.caller_share,
+        max_running_tokens=lambda: targets.max_open_tokens,
+        room_wait_s=ROOM_WAIT_S,
+        away_wait_s=AWAY_WAIT_S,
+        model_name=settings.model_name,
+        max_logprobs=settings.max_logprobs,
+        reasoning_parser=settings.reasoning_parser,
+        trust_traceparent=settings.trust_traceparent,
+        trust_request_chat_template=settings.trust_request_chat_template,
+        log_requests=settings.log_requests,
+        trace_rounds=settings.trace_rounds,
+        media=MediaLimits(settings.max_media_bytes, settings.max_media_pixels, settings.media_folder),
+    )
+
+
+def _new_server(
+    settings: GatewaySettings,
+    engine: GenerationEngine,
+    targets: RemoteTargets,
+    tls: ServerTls | None,
+    tokens: Tokens | None,
+    *,
+    reuse_port: bool,
+) -> Server:
+    health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_ready=lambda: targets.usable)
+    return build_server(
+        settings.listen,
+        [SERVICE_NAME],
+        GenerationServicer(engine, settings.stall_s).register,
+        health=health,
+        enable_reflection=settings.reflection,
+        max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+        caller_share=settings.caller_share,
+        caller_of=caller_of,
+        max_message_bytes=settings.max_message_bytes,
+        max_connection_age_s=settings.max_connection_age_s,
+        tls=tls,
+        interceptors=() if tokens is None else (Gate(tokens.check_call),),
+        health_address=settings.health,
+        reuse_port=reuse_port,
+    )
+
+
+def _new_http(
+    settings: GatewaySettings,
+    engine: GenerationEngine,
+    server: Server,
+    metrics: GatewayMetrics | None,
+    process: GatewayProcess | None,
+    tls: ServerTls | None,
+    tokens: Tokens | None,
+) -> HttpServer | None:
+    if not settings.http:
+        return None
+    from outrider.gateway.http.protocol import HttpOptions
+    from outrider.gateway.http.server import HttpServer
+
+    shows_all = is_loopback(settings.http) if settings.operator_paths is None else settings.operator_paths
+    options = HttpOptions(
+        settings.max_body_bytes,
+        settings.sse_keep_alive_s,
+        settings.per_request_spec_decode_metrics,
+        shows_all,
+        settings.stall_s,
+        tuple(settings.allowed_origins),
+        settings.enable_per_request_metrics,
+    )
+    return HttpServer(
+        engine,
+        settings.http,
+        ready=lambda: server.health.ready,
+        grace_s=settings.grace_s,
+        options=options,
+        series=process or metrics,
+        shares_port=process is not None,
+        tls=tls,
+        tokens=tokens,
+    )
+
+
+def _require(refusal: FailedPrecondition | None) -> None:
+    if refusal is not None:
+        raise refusal

@@ -1,0 +1,253 @@
+"""How a head that drafts beside a target is made: `outrider model train eagle3`, `mlp`, `medusa`, `mtp`.
+
+The story is that of a draft (drafts.py), with the target's hidden states in its lessons. The folder that comes of it
+has the method's public layout, and is served with no flag but its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.engine import checkpoint
+from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.models.weights import text_model_state
+from outrider.proposers.heads.eagle import default_taps
+from outrider.proposers.heads.head import TargetWeights
+from outrider.proposers.heads.target import target_weights
+from outrider.training.distill import DistillWeights
+from outrider.training.drafts import (
+    HELD_OUT,
+    MEASURED_TOKENS,
+    DraftAcceptance,
+    RunPlan,
+    by_position,
+    check_work,
+    held_out_lessons,
+    measured_ends,
+    read_corpus,
+    split_stream,
+)
+from outrider.training.head_modules import Eagle3Module, HeadModule, MedusaModule, MlpModule, MtpModule
+from outrider.training.lessons import Course, Lesson, Tap, TappedCourse, Teacher
+from outrider.training.model import bfloat16_products
+from outrider.training.parallel import chosen_ends, window_loss
+from outrider.training.train import train
+
+NORM = "model.norm.weight"
+HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp"]
+NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4}
+SAME_AS_TARGET = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan(RunPlan):
+    """What is made, of what, and how long it is trained."""
+
+    method: HeadMethod
+    num_tokens: int | None = None  # that it learns to draft in a row; None: the method's
+    draft_vocab: int | None = None  # eagle3's outputs: the corpus's likeliest tokens; None: all
+
+    @property
+    def depth(self) -> int:
+        """Tokens in a row."""
+        return self.num_tokens or NUM_TOKENS[self.method]
+
+
+@dataclass(frozen=True)
+class HeadTarget:
+    """What a head takes from its target's checkpoint: configuration, embeddings, output and last norm, in float32."""
+
+    config: Mapping[str, Any]
+    weights: TargetWeights
+    norm: Tensor  # [hidden]
+
+    @classmethod
+    def read(cls, folder: Path, loaded: LoadedModel) -> HeadTarget:
+        """Raises UnsupportedModel, and ValueError for a checkpoint whose last norm has another name than Llama's."""
+        norm = text_model_state(checkpoint.read_tensors(checkpoint.weight_files(folder))).get(NORM)
+        if norm is None:
+            raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
+        found = target_weights(folder, loaded.model)
+        weights = replace(found, embeddings=found.embeddings.float(), output=found.output.float())
+        return cls(checkpoint.read_config(folder), weights, norm.float())
+
+
+def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[DraftAcceptance]:
+    """Writes `plan.out`; `on_step` is told of every step's number and loss. What the head accepts. Raises ValueError
+    for what cannot be used."""
+    if plan.out.exists():
+        raise ValueError(f"{plan.out} exists; nothing is overwritten")
+    loaded = load_model(plan.target)
+    length = plan.course.length
+    tap = Tap.read(plan.corpus, loaded.digest) if plan.corpus.is_dir() else None
+    stream, held_out = tap.split(HELD_OUT) if tap else split_stream(read_corpus(plan.corpus, plan.target), length)
+    config, head = new_head(plan, HeadTarget.read(plan.target, loaded), stream)
+    teacher = Teacher(loaded, plan.course.num_windows, length, head.taps)
+    course = (
+        TappedCourse(tap, head.taps, HELD_OUT, plan.course)
+        if tap
+        else Course(teacher, stream, plan.work / "lessons", plan.course)
+    )
+    check_work(plan)
+    train(head, head_loss(head, plan.depth), plan.training, course.batch, plan.work / "run.safetensors", on_step)
+    export_head(config, head, plan.out)
+    measured = measure_head(plan.out.name, head, held_out_lessons(teacher, held_out, plan.course))
+    shutil.rmtree(plan.work)
+    return [measured]
+
+
+def new_head(plan: HeadPlan, target: HeadTarget, stream: Tensor) -> tuple[dict[str, Any], HeadModule]:
+    """Its config.json, and the head before its first step. `stream` is the corpus's tokens, [tokens]."""
+    weights = target.weights
+    hidden, vocab_size = weights.output.shape[1], len(weights.output)
+    config: dict[str, Any] = {
+        name: target.config[name] for name in SAME_AS_TARGET if target.config.get(name) is not None
+    }
+    config |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16"}
+    head: HeadModule
+    if plan.method == "eagle3":
+        num_outputs = min(plan.draft_vocab or vocab_size, vocab_size)
+        config |= {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": num_outputs,
+            "target_hidden_size": hidden,
+            "eagle_aux_hidden_state_layer_ids": list(eagle3_taps(weights.num_layers)),
+            "norm_before_residual": True,
+        }
+        ids = None if num_outputs == vocab_size else likeliest_tokens(stream, vocab_size, num_outputs)
+        head = Eagle3Module(config, weights, ids)
+    elif plan.method == "mtp":
+        config |= {
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "num_nextn_predict_layers": 1,
+            "attention_bias": True,
+        }
+        head = MtpModule(config, weights)
+    elif plan.method == "medusa":
+        config = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "num_heads": plan.depth,
+            "num_hidden_layers": 1,
+            "hidden_size": hidden,
+            "vocab_size": vocab_size,
+            "original_lm_head": True,
+            "medusa_fc_bias": True,
+            "dtype": "bfloat16",
+        }
+        head = MedusaModule(config, weights)
+    else:
+        config = {
+            "model_type": "mlp_speculator",
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "n_predict": plan.depth,
+            "emb_dim": hidden,
+            "inner_dim": hidden,
+            "vocab_size": vocab_size,
+            "tie_weights": True,
+            "scale_input": True,
+            "top_k_tokens_per_head": [1] * plan.depth,
+            "dtype": "bfloat16",
+        }
+        head = MlpModule(config, weights)
+    return config, randomised_head(head, target)
+
+
+@torch.no_grad()
+def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> HeadModule:
+    """The head with random weights, but that what writes to its residual stream is zero, and that it reads its last
+    state as the target does."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in sorted(head.named_parameters()):
+        if name.endswith(("o_proj.weight", "down_proj.weight", ".bias")) or name.startswith("blocks."):
+            weight.zero_()
+        elif name == "lm_head.weight":
+            weight.copy_(target.weights.output[getattr(head, "_ids", None) if hasattr(head, "d2t") else slice(None)])
+        elif name == "norm.weight" or name.endswith("final_layernorm.weight"):
+            weight.copy_(target.norm)
+        elif weight.ndim == 2:
+            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+    return head.train()
+
+
+def eagle3_taps(num_layers: int) -> tuple[int, ...]:
+    """The usual three; fewer of a target that is not deep enough."""
+    return tuple(dict.fromkeys(min(max(layer, 0), num_layers) for layer in default_taps(num_layers)))
+
+
+def likeliest_tokens(stream: Tensor, vocab_size: int, count: int) -> Tensor:  # [tokens] -> [count], ascending
+    """The tokens that stand there most often."""
+    counts = torch.bincount(stream, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def head_loss(head: HeadModule, num_tokens: int, num_ends: int = 96) -> Callable[[Lesson], Tensor]:
+    """The head's loss on a lesson: how far it is from the target after ends that are drawn for each lesson anew."""
+
+    def loss(lesson: Lesson) -> Tensor:
+        ends = chosen_ends(lesson, num_tokens, num_ends, first=1)
+        with bfloat16_products():
+            logits = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
+        return window_loss(lesson, ends[:, None] + torch.arange(num_tokens), logits, DistillWeights())
+
+    return loss
+
+
+def export_head(config: Mapping[str, Any], head: HeadModule, folder: Path) -> None:
+    """Writes the folder, whole or not at all: config.json and bfloat16 safetensors."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    state = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.rename(folder)
+
+
+@torch.no_grad()
+def measure_head(name: str, head: HeadModule, lessons: tuple[Lesson, Lesson]) -> DraftAcceptance:
+    """What holds of its drafts where the target writes, in lessons that are greedy and sampled."""
+    greedy, sampled = (list(map(torch.cat, zip(*_agreement(head.eval(), lesson), strict=True))) for lesson in lessons)
+    return DraftAcceptance(name, by_position(greedy[0]), by_position(sampled[1]))
+
+
+def _agreement(head: HeadModule, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
+    """Of every window, [ends, tokens] each: whether the likeliest token is the text's, and how likely a drawn one is
+    accepted."""
+    num_tokens = min(MEASURED_TOKENS, head.most_tokens or MEASURED_TOKENS)
+    ends = measured_ends(lesson.ids.shape[1] - 1)
+    places = ends[:, None] + torch.arange(num_tokens)
+    found: list[tuple[Tensor, Tensor]] = []
+    for ids, top_ids, top_probs, features in map(lesson.window, range(len(lesson.ids))):
+        logits = head(ids[None, :-1], features[None].float(), ends, num_tokens)[0]
+        probs = logits.softmax(-1).gather(-1, top_ids[places])
+        overlaps = torch.minimum(probs, top_probs[places]).sum(-1)
+        found.append(((logits.argmax(-1) == ids[1:][places]).float(), overlaps))
+    return found

@@ -1,0 +1,480 @@
+"""A head beside the model: it drafts right after the step that made its features, and no wire is between.
+
+After a step the head computes a row for every token whose position before is certain now: of prompts, too, so that its
+keys and values lie in every block that the target's do, and are found with it in the prefix cache. Then it draws, depth
+by depth for all sequences at once, as many tokens as their credit asks for. What they leave in the cache stands in the
+places of the next window, and is computed anew from the target's own states when that was judged. The states at the
+last place of every block are kept beside it: whoever finds the block goes on from them.
+
+Where the target's steps are captured, so are the head's passes and the draws between them: a step's tokens are read
+once, behind the last depth. Trees, and sequences whose sampling is more than numbers, are launched depth by depth.
+
+A sequence that is decoded plainly has a row a step, and no use for it yet: such rows wait, with the states that they
+are made of, until a chain is wanted or their block is full, and are then computed in one pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.kv_cache_manager import KVCacheManager
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.profile import StepProfile
+from outrider.engine.random import RandomAhead, RandomRange
+from outrider.engine.sampler import SamplingRows, SequenceSampler
+from outrider.engine.staging import index_on
+from outrider.engine.token_tree import TokenTree
+from outrider.engine.worker import require_device
+from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
+from outrider.proposers.drawing import Drawer
+from outrider.proposers.heads.device_head import DeviceHead
+from outrider.proposers.heads.head import Head, MaskRow
+from outrider.proposers.tree import Fork, GrowingTree, grow
+from outrider.rpc.messages import DraftTokens, TokenWeights
+from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.parts import EnginePart
+from outrider.target_service.scheduler import ScheduledSequence
+from outrider.target_service.sequence import HeadChain, TargetSequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Line:
+    """What one sequence computes and draws after a step."""
+
+    target: TargetSequence
+    scheduled: ScheduledSequence
+    offset: int  # the step's row of its first position
+    first: int  # place of its first row
+    end: int  # after its last one
+    count: int  # tokens to draw
+    keeps: bool  # what the head computes has places in the cache
+    waiting: Tensor | None = None  # states of its first rows where these are of steps before, [rows, taps, hidden]
+    number: int = 0  # of the chain
+    drawn: list[DraftedToken] = field(default_factory=list)
+    tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
+    ahead: RandomAhead = field(default_factory=RandomAhead)  # for what is drawn by weights
+
+    @property
+    def length(self) -> int:
+        """The committed length."""
+        return len(self.target.sequence)
+
+    @property
+    def sampler(self) -> SequenceSampler:
+        """What its tokens follow."""
+        return self.target.sampler
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """How its tokens are drawn."""
+        target = self.target
+        rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
+        rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
+        ahead = target.random_ahead if target.coupled else self.ahead  # a coupled window meets the same noise
+        sampling = DraftSampling(rule, target.random_key, ahead=ahead, by_chain=target.by_block)
+        return sampling.of_chain(self.number, self.length)
+
+    @property
+    def num_top_tokens(self) -> int:
+        """How many likely tokens are wanted beside the drawn one: none."""
+        return 0
+
+    @property
+    def wants_confidence(self) -> bool:
+        """Whether drafting ends where the head is unsure: it does not."""
+        return False
+
+    def span(self) -> RandomRange:
+        """Where the random numbers of the next token are."""
+        draft_sampling, end = self.draft_sampling, self.length + self.count
+        limit = end + 1 if self.target.coupled else end  # with the token behind the window
+        return RandomRange(draft_sampling.key, draft_sampling.ahead, self.length + len(self.drawn), 1, limit)
+
+    def sampling_rows(self) -> SamplingRows:
+        """The row after the chain, processed as if the chain were committed."""
+        chain = [token.token_id for token in self.drawn]
+        return SamplingRows(self.target.sampler, chain, first=len(chain))
+
+    def first_entry(self, mask_id: int | None = None) -> BatchEntry:
+        """The rows of committed tokens. With a mask token the rows behind them, for all tokens but the first."""
+        sequence, ids = self.target.sequence, self.target.sequence.tokens[self.first : self.end]
+        if not self.keeps:
+            return _alone(ids[0])
+        if mask_id is None:
+            return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0))
+        return BatchEntry([*ids, *[mask_id] * self.num_masks], self.first, sequence.block_table, self.count)
+
+    def last_entry(self, block_size: int) -> BatchEntry:
+        """The place of the last committed token, behind which drawing begins. Without places there is no table."""
+        table = self.target.sequence.block_table if self.keeps else [0] * -(-self.length // block_size)
+        return BatchEntry([0], self.length - 1, table, 1)
+
+    @property
+    def num_masks(self) -> int:
+        """Rows of tokens that are not known, where all are drafted in one pass."""
+        return max(0, self.count - 1)
+
+    def fork(self, tree: GrowingTree) -> Fork:
+        """The root of a tree, where its first tokens are drawn."""
+        limit = self.length + self.count + 1
+        return Fork(tree, -1, self.target.sampler, self.draft_sampling, self.length, limit)
+
+    def level_entries(self, tree: GrowingTree) -> list[BatchEntry]:
+        """The rows of a tree's last level, which want logits; with places, behind those of all other nodes, since rows
+        see those of their own pass."""
+        if not self.keeps:
+            return [_alone(tree.ids[node]) for node in tree.level]
+        table, level = self.target.sequence.block_table, len(tree.level)
+        return [BatchEntry(tuple(tree.ids), self.length, table, level, tuple(tree.parents))]
+
+    def next_entry(self) -> BatchEntry:
+        """The row of the last token drawn."""
+        token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
+        return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
+
+
+def _alone(token_id: int) -> BatchEntry:
+    """A row without a place."""
+    return BatchEntry([token_id], 0, [0], 1)
+
+
+class HeadDrafter(EnginePart):
+    """One head and its cache."""
+
+    lets_follow = False  # it reads a pass's hidden states once its step is committed
+
+    def __init__(
+        self,
+        head: Head,
+        runner: ModelRunner,
+        cache: KVCacheManager,
+        drawer: Drawer,
+        tree: TokenTree | None = None,  # what it drafts for greedy and coupled sequences; None: chains
+        clock: Callable[[], float] = time.monotonic,  # the engine's
+    ) -> None:
+        """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
+        model = runner.model
+        check_tree(tree, head, model.takes_trees)
+        self.head, self.tree = head, tree
+        self.num_steps = self.num_drafted = 0  # since the start: steps that it was behind, and tokens drawn
+        self.seconds = 0.0  # that they took
+        self._runner, self._manager, self._drawer, self._clock = runner, cache, drawer, clock
+        num_blocks, size = runner.cache.num_blocks, runner.block_size
+        self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
+        shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
+        self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
+        self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
+        self.captured: DeviceHead | None = None  # None: every pass is launched
+
+    def measured(self, costs: StepProfile) -> None:
+        """Warms up, and captures what it can."""
+        self.capture(*self.warm_up())
+
+    def committed(self, step: ComputedStep) -> None:
+        """A head that fails costs its drafts alone: what is not drafted is decoded plainly."""
+        try:
+            self.run(step)
+        except Exception:
+            require_device(self._runner.model.device)
+            log.exception("the head failed; the step's sequences go on without its drafts")
+        ended = self._clock()
+        for target in (scheduled.target for scheduled in step.scheduled):
+            if target.head_chain is not None:
+                target.ready_since = max(target.ready_since, ended)  # it did not wait: it was drafted for
+
+    def stats(self) -> Mapping[str, Any]:
+        """What it drafted, and how long that took."""
+        return {"head_steps": self.num_steps, "head_seconds": self.seconds, "head_drafted": self.num_drafted}
+
+    @torch.inference_mode()
+    def run(self, step: ComputedStep) -> None:
+        """Computes what the step has made certain, and gives the sequences that may have one a chain."""
+        began = time.perf_counter()
+        if self._runner.hidden_states is None:
+            raise ValueError(f"the target taps no layer; {self.head.name} reads {list(self.head.taps)}")
+        states = self._runner.hidden_states[..., : self.head.hidden_size]  # [rows, taps, hidden]
+        lines = list(self._lines(step))
+        self._keep_ends(lines, states)
+        lines = [line for line in lines if line.first < line.end and (self.head.layers or line.count)]  # with rows
+        lines = [line for line in lines if not self._waits(line, states)]
+        if not lines:
+            return
+        try:
+            self._draft(lines, states)
+        finally:
+            seconds = time.perf_counter() - began
+            self.num_steps, self.seconds = self.num_steps + 1, self.seconds + seconds
+        for line in lines:
+            line.target.head_end = line.end if line.keeps else 0
+            self._hold(line, max(1, round(seconds * 1e6)))
+
+    def capture(self, features: Tensor, state: Tensor) -> None:  # [rows, taps, hidden], [rows, width]
+        """Captures the head's passes, of the shapes that `warm_up` gives, behind captured steps of the target. Where
+        that fails, they stay launched."""
+        steps = self._runner.captured
+        if steps is None or self.head.mask is not None:
+            return
+        before = steps.graphs.reserved_bytes()
+        try:
+            with torch.inference_mode():
+                self.captured = DeviceHead(self.head, self._cache, steps, state, features, self._drawer.mass)
+        except Exception:
+            require_device(self._runner.model.device)
+            log.exception("the passes of %s could not be captured; they are launched", self.head.name)
+            return
+        taken = (steps.graphs.reserved_bytes() - before) >> 20
+        log.info("captured the passes of %s in %d MiB", self.head.name, taken)
+
+    @torch.inference_mode()
+    def warm_up(self) -> tuple[Tensor, Tensor]:  # [1, taps, hidden], [1, width]
+        """Computes a row, and one behind it, while nothing is open: what is compiled or allocated once is no
+        sequence's. Returns what the first pass took, and the state that it gave."""
+        table = self._manager.pool.allocate(1)
+        try:
+            device, size = self._ends.device, self._runner.block_size
+            features = self._ends.new_zeros(1, len(self.head.taps), self.head.hidden_size)
+            batch = build_batch([BatchEntry([0], 1, table, 1)], size, device)
+            _, state = self.head.first(batch, features, self._cache)
+            if self.head.mask is None and self.head.most_tokens > 1:
+                self.head.next(1, build_batch([BatchEntry([0], 2, table, 1)], size, device), state, self._cache)
+        finally:
+            self._manager.pool.release(table)
+        return features, state
+
+    def _hold(self, line: _Line, draft_us: int) -> None:
+        """The sequence has the chain that was drawn, if one was."""
+        piece = _piece(line)
+        if piece.ids:
+            line.target.chains.add(piece)
+            line.target.head_chain = HeadChain(line.number, draft_us)
+            self.num_drafted += len(piece.ids)
+
+    def _lines(self, step: ComputedStep) -> Iterator[_Line]:
+        """Sequences that live on, with the rows whose position before is certain."""
+        offsets = accumulate((scheduled.num_rows for scheduled in step.scheduled), initial=0)
+        for scheduled, offset in zip(step.scheduled, offsets, strict=False):
+            target = scheduled.target
+            if target.finished or not target.sequence.block_table:
+                continue
+            end = target.sequence.num_computed_tokens + 1
+            count = self._count(target) if scheduled.samples else 0
+            if not self.head.layers:
+                line = _Line(target, scheduled, offset, end - 1, end, count, False, number=target.next_chain)
+            else:
+                end, count = self._reserved(target, end, count)
+                first = self._first(scheduled)
+                line = _Line(target, scheduled, offset, first, end, count, True, number=target.next_chain)
+                self._take_waiting(line)
+            if count > 0:
+                target.next_chain += 1
+                if self.tree is not None and target.chains.takes_trees:
+                    line.tree = GrowingTree(self.tree.cut(count))
+            yield line
+
+    def _take_waiting(self, line: _Line) -> None:
+        """The rows that wait come first. Where its blocks were taken meanwhile, they are none that are wanted."""
+        waiting, begin = self._waiting.pop(line.target, None), line.target.head_end
+        if waiting is not None and begin and begin + len(waiting) == line.first:
+            line.waiting, line.first = waiting, begin
+
+    def _waits(self, line: _Line, states: Tensor) -> bool:
+        """Whether the rows can wait for those of the next step: nothing is drawn, and no block of the cache, which
+        others may find, lacks them."""
+        size = self._runner.block_size
+        num_full = line.target.sequence.num_computed_tokens // size
+        waits = line.keeps and not line.count and line.scheduled.num_rows == 1 and line.first >= num_full * size
+        if waits:
+            self._waiting[line.target], line.target.head_end = self._features([line], states), line.first
+        return waits
+
+    def _first(self, scheduled: ScheduledSequence) -> int:
+        """The place of the first row to compute: behind those that are there. Where blocks were found, the states at
+        their ends are, too; elsewhere in a block they are not, and that place is left out."""
+        start = scheduled.start
+        is_end = start > 0 and start % self._runner.block_size == 0
+        return start if is_end and scheduled.target.head_end != start + 1 else start + 1
+
+    def _count(self, target: TargetSequence) -> int:
+        """How many tokens to draw: as many as the next window may have."""
+        if target.open.method != self.head.name or target.chains.live() is not None or not target.wants_tokens:
+            return 0
+        room = min(target.until - target.committed, target.tokens_left)
+        most = len(self.tree) if self.tree is not None and target.chains.takes_trees else self.head.most_tokens
+        return min(target.max_window, most, room)
+
+    def _reserved(self, target: TargetSequence, end: int, count: int) -> tuple[int, int]:
+        """The end of the rows and the number of tokens that there are blocks for. The place of the last token drawn is
+        not needed: nothing is drawn behind it."""
+        free, size = self._manager.pool.num_free, self._runner.block_size
+        room = (len(target.sequence.block_table) + free) * size  # places
+        if room < end:
+            return end - 1, 0
+        count = max(0, min(count, room - target.committed + 1))
+        self._manager.extend(target.sequence, num_tokens=max(end, target.committed + count - 1 if count else 0))
+        return end, count
+
+    def _keep_ends(self, lines: Sequence[_Line], states: Tensor) -> None:
+        """The states at the last places of blocks that are computed and committed."""
+        if not self.head.layers:
+            return
+        size = self._runner.block_size
+        blocks: list[int] = []
+        rows: list[int] = []
+        for line in lines:
+            start = line.scheduled.start
+            for position in range(start + (-start - 1) % size, line.target.sequence.num_computed_tokens, size):
+                blocks.append(line.target.sequence.block_table[position // size])
+                rows.append(line.offset + position - start)
+        if blocks:
+            self._ends[index_on(blocks, states.device)] = states[index_on(rows, states.device)]
+
+    def _features(self, lines: Sequence[_Line], states: Tensor) -> Tensor:  # [rows, taps, hidden]
+        """The states of the position before each row's place: the step's, or what a found block ends with."""
+        size, device = self._runner.block_size, states.device
+        rows: list[int] = []
+        found: list[int] = []  # rows of places behind a found block
+        blocks: list[int] = []  # that end before them
+        waited: list[tuple[int, Tensor]] = []  # rows of steps before, and where they begin
+        for line in lines:
+            if line.waiting is not None:
+                waited.append((len(rows), line.waiting))
+            elif line.first == line.scheduled.start:
+                found.append(len(rows))
+                blocks.append(line.target.sequence.block_table[(line.first - 1) // size])
+            rows += [max(0, line.offset + place - 1 - line.scheduled.start) for place in range(line.first, line.end)]
+        features = states[index_on(rows, device)]
+        if found:
+            features[index_on(found, device)] = self._ends[index_on(blocks, device)]
+        for start, before in waited:
+            features[start : start + len(before)] = before
+        return features
+
+    def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
+        """One pass a depth, for all that draw so deep; for trees others than for chains."""
+        if self.head.mask is not None:
+            self._draft_at_once(lines, states, self.head.mask)
+            return
+        logits, state = self._first_pass(lines, states)
+        wanting = [line for line in lines if line.count]  # by row of logits
+        are_chains = all(line.tree is None for line in wanting)
+        if wanting and are_chains and self.captured is not None and self.captured.holds(wanting):
+            before = [line.last_entry(self._runner.block_size) for line in wanting]
+            drawn = self.captured.draw(wanting, before, [line.count for line in wanting], logits, state)
+            for line, tokens in zip(wanting, drawn, strict=True):
+                line.drawn += tokens
+            return
+        trees = [(index, line) for index, line in enumerate(wanting) if line.tree is not None]
+        if trees:
+            self._draft_trees(dict(trees), logits, state)
+        chains = [index for index, line in enumerate(wanting) if line.tree is None]
+        if trees and chains:
+            logits, state = logits[chains], state[chains]
+        self._draft_chains([wanting[index] for index in chains], logits, state)
+
+    def _first_pass(self, lines: Sequence[_Line], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Of those that draw the logits, [lines, vocab], and states, [lines, width], until the next captured pass."""
+        entries, features = [line.first_entry() for line in lines], self._features(lines, states)
+        found = None if self.captured is None else self.captured.first(entries, features)
+        if found is not None:
+            return found
+        return self.head.first(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
+
+    def _draft_chains(self, going: list[_Line], logits: Tensor, state: Tensor) -> None:
+        """One pass a depth, of which the host reads what was drawn; [lines, vocab] and [lines, width]."""
+        depth = 0
+        while going:
+            kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if _take(going[index], token)]
+            going, depth = [going[index] for index in kept], depth + 1
+            if going:
+                batch = build_batch([line.next_entry() for line in going], self._runner.block_size, state.device)
+                logits, state = self.head.next(depth, batch, state[index_on(kept, state.device)], self._cache)
+
+    def _draft_trees(self, lines: Mapping[int, _Line], logits: Tensor, state: Tensor) -> None:
+        """One pass a level; by row of `logits`, [rows, vocab], and `state`, [rows, width], the lines whose roots they
+        are."""
+        size, device = self._runner.block_size, state.device
+        forks = {row: line.fork(line.tree) for row, line in lines.items() if line.tree is not None}
+        line_of = {id(line.tree): line for line in lines.values()}
+        before: dict[int, Tensor] = {}  # by tree the states behind which its nodes so far stand, [nodes, width]
+        depth = 0
+        while forks:
+            grown = grow(forks, self._drawer.draw(logits[list(forks)], list(forks.values())))
+            entries: list[BatchEntry] = []
+            states: list[Tensor] = []
+            forks, row, depth = {}, 0, depth + 1
+            for one in grown:
+                line, key = line_of[id(one.tree)], id(one.tree)
+                fresh = state[torch.tensor(one.rows, device=device)]  # [nodes of the level, width]
+                if line.keeps:
+                    before[key] = fresh = torch.cat([before[key], fresh]) if depth > 1 else fresh
+                states.append(fresh)
+                entries += line.level_entries(one.tree)
+                forks |= one.forks(row)
+                row += len(one.tree.level)
+            if forks:
+                batch = build_batch(entries, size, device)
+                logits, state = self.head.next(depth, batch, torch.cat(states), self._cache)
+
+    def _draft_at_once(self, lines: Sequence[_Line], states: Tensor, mask: MaskRow) -> None:
+        """One pass for all depths."""
+        device = states.device
+        parts = torch.split(self._features(lines, states), [line.end - line.first for line in lines])
+        masks = [mask.features.expand(line.num_masks, -1, -1) for line in lines]
+        features = torch.cat([part for pair in zip(parts, masks, strict=True) for part in pair])  # [rows, taps, hidden]
+        batch = build_batch([line.first_entry(mask.token_id) for line in lines], self._runner.block_size, device)
+        logits, _ = self.head.first(batch, features, self._cache)  # [tokens of all lines, vocab]
+        offsets = accumulate((line.count for line in lines), initial=0)
+        going = [(line, offset) for line, offset in zip(lines, offsets, strict=False) if line.count]
+        while going:
+            rows = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)
+            drawn = self._drawer.draw(logits[rows], [line for line, _ in going])
+            going = [pair for pair, token in zip(going, drawn, strict=True) if _take(pair[0], token)]
+
+
+def _take(line: _Line, token: DraftedToken | None) -> bool:
+    """Notes a token; whether the line draws another one."""
+    if token is None:
+        return False
+    line.drawn.append(token)
+    return len(line.drawn) < line.count
+
+
+def check_tree(tree: TokenTree | None, head: Head, takes_trees: bool) -> None:
+    """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
+    problem = None
+    if tree is not None and not takes_trees:
+        problem = "this target's model verifies chains alone"
+    elif tree is not None and head.mask is not None:
+        problem = f"this {head.name} head drafts all tokens in one pass, which makes chains alone"
+    elif tree is not None and tree.depth > head.most_tokens:
+        problem = f"is {tree.depth} tokens deep; {head.name} drafts {head.most_tokens} in a row here"
+    if problem is not None:
+        raise ValueError(f"speculative_token_tree: {problem}")
+
+
+def _piece(line: _Line) -> DraftTokens:
+    """The chain or tree, as if it had come from a draft."""
+    if line.tree is not None:
+        ids, parents = tuple(line.tree.ids), tuple(line.tree.parents)
+        parents = () if parents == tuple(range(len(parents))) else parents
+        return DraftTokens(line.target.open.sequence_id, line.number, line.length, ids, parents=parents)
+    weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)
+    return DraftTokens(
+        line.target.open.sequence_id,
+        line.number,
+        line.length,
+        tuple(token.token_id for token in line.drawn),
+        weights if any(entry is not None for entry in weights) else (),
+    )
