@@ -81,17 +81,8 @@ test: $(STAMP)
 quick: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --quick $(ARGS)
 
-# A seed that no run has had, which is printed: with it the same cases come again.
-nightly: $(STAMP) $(VLLM_STAMP)
-	PYTHON=$(CURDIR)/$(BIN)/python .ci/tools || true
-	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh
-	examples/clients/install.sh
-	seed=$(if $(call given,SEED),"$$SEED",$$($(BIN)/python -c 'import secrets; print(1 + secrets.randbelow(2**31))')); \
-	echo "nightly with SEED=$$seed"; $(ONE_EACH) TEST_SEED=$$seed OUTRIDER_CI_STRICT=1 \
-		OUTRIDER_CI_MISSING="$$(paste -sd' ' build/ci/missing-tools)" $(BIN)/python -m pytest $(WORKERS) \
-		--no-loadscope-reorder --prove --hypothesis-seed=$$seed -rs tests $(ARGS)
-	$(MAKE) test-vllm mutants ARGS=
-	$(MAKE) fuzz ARGS='--seconds 600'
+nightly:
+	$(if $(call given,SEED),SEED="$$SEED") .ci/nightly $(ARGS)
 
 test-clients: $(STAMP)
 	examples/clients/install.sh

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -168,6 +169,23 @@ async def test_a_grammar_is_the_targets_to_keep_and_no_draft_lacks_it() -> None:
             assert await generate(drafts, targets, replace(wanted, sampling=constrained)) == expected(PROMPT, 8)
         assert len(able.opens) == 8 and not older.opens
         assert len(draft.opens) == 8
+
+
+async def test_the_rule_is_one_that_every_target_has_and_all_else_what_any_has() -> None:
+    """Whichever answers first: a rule that some lack would send every request past them."""
+    able, older = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
+    able.toy.info = replace(target_info(), capabilities=(*BASELINE, "acceptance.block", "sampling.structured_output"))
+    older.toy.info = replace(target_info(), capabilities=BASELINE)
+    async with serving(able) as first, serving(older) as second:
+        for addresses in permutations([first.address, second.address]):
+            async with RemoteTargets(addresses, stream_config=QUICK) as targets:
+                await targets.wait_usable()
+                await until(lambda: all(replica.usable for replica in targets.replicas))
+                assert set(targets.info.capabilities) == {*BASELINE, "sampling.structured_output"}
+        await second.stop()
+        async with RemoteTargets([first.address, second.address], stream_config=QUICK) as targets:
+            await targets.wait_usable()
+            assert "acceptance.block" in targets.info.capabilities
 
 
 async def test_a_sequence_goes_where_the_head_is_that_it_asks_for() -> None:

@@ -54,12 +54,12 @@ def ask_path(copy: Path) -> None:
         raise RuntimeError(f"imported from elsewhere: {elsewhere}\n{done.stderr}")
 
 
-def fails(copy: Path, test: str) -> bool:
-    """Whether the test fails in that copy of the tree. RuntimeError if it did not run."""
-    done = run_in(copy, "-m", "pytest", "-q", "-n0", "-x", "-p", "no:cacheprovider", test)
+def failing(copy: Path, *tests: str) -> list[str]:
+    """What fails of the tests, or other arguments, in that copy of the tree, in one run. RuntimeError if none ran."""
+    done = run_in(copy, "-m", "pytest", "-q", "-n0", "-rfE", "-p", "no:cacheprovider", *tests)
     if done.returncode not in (0, FAILED):
-        raise RuntimeError(f"{test}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == FAILED
+        raise RuntimeError(f"{tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 
 def survives(copy: Path, mutant: Mutant) -> bool:
@@ -68,7 +68,7 @@ def survives(copy: Path, mutant: Mutant) -> bool:
     text = file.read_text(encoding="utf-8")
     file.write_text(mutant.applied(text), encoding="utf-8")
     try:
-        return not fails(copy, mutant.killed_by)
+        return not failing(copy, "-x", mutant.killed_by)
     finally:
         file.write_text(text, encoding="utf-8")
 
@@ -76,7 +76,7 @@ def survives(copy: Path, mutant: Mutant) -> bool:
 def run_all(mutants: Sequence[Mutant], copy: Path) -> list[str]:
     """What is wrong, a line each, in a copy that is made for it."""
     ask_path(copied(copy))
-    found = [f"fails without a mutant: {test}" for test in sorted({m.killed_by for m in mutants}) if fails(copy, test)]
+    found = [f"without a mutant: {line}" for line in failing(copy, *sorted({m.killed_by for m in mutants}))]
     for mutant in mutants:
         alive = survives(copy, mutant)
         print(f"{'SURVIVES' if alive else 'killed':8} {mutant}", flush=True)

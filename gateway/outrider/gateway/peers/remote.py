@@ -23,7 +23,7 @@ from outrider.gateway.peers.replicas import (
     ReplicaService,
     allowed_by_breaker,
 )
-from outrider.gateway.peers.routing import choose_adapters, choose_model
+from outrider.gateway.peers.routing import choose_adapters, choose_capabilities, choose_model
 from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
 from outrider.rpc.codec import ADAPTER, DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
@@ -132,8 +132,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
 
     @property
     def info(self) -> TargetInfo:
-        """What a target of the present model says of itself, with the heads and adapters that any of them has.
-        Unavailable before one is chosen."""
+        """What a target of the present model says of itself, with the heads and adapters that any of them has, and what
+        it can do with the others. Unavailable before one is chosen."""
         if self._told is None:
             raise Unavailable("no target has answered yet", reason="NO_TARGET", retry_after_ms=1000)
         return self._told
@@ -207,7 +207,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         lost = [replica for replica in self.replicas if not (replica.usable or replica.retired or replica.refusal)]
         away = [info.adapters for info in (replica.info for replica in lost) if info and info.model.digest == digest]
         adapters = choose_adapters([info.adapters for info in fitting], away)
-        self._told = replace(self._info, methods=methods, adapters=adapters)
+        capabilities = choose_capabilities([info.capabilities for info in fitting])
+        self._told = replace(self._info, methods=methods, adapters=adapters, capabilities=capabilities)
         if digest != before:
             log.info("targets: new requests go to %s (%s)", self._info.model.name, self._info.model.digest[:12])
             self.on_model()

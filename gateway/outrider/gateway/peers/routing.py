@@ -66,3 +66,11 @@ def choose_adapters(served: Sequence[Sequence[Adapter]], away: Sequence[Sequence
     for adapter in chain.from_iterable(away):
         chosen.setdefault(adapter.name, adapter)
     return tuple(chosen.values())
+
+
+def choose_capabilities(told: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Of a model, from those of every target of it. What a request may ask for is what any of them can do: it goes to
+    one that can. Of the rules of acceptance only those that all have: the gateway chooses one where a request has not,
+    and a rule that some lack would send everything past them."""
+    of_any = dict.fromkeys(chain.from_iterable(told))
+    return tuple(name for name in of_any if not name.startswith("acceptance.") or all(name in one for one in told))
