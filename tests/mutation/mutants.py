@@ -54,6 +54,7 @@ FRAMES = "rpc/outrider/rpc/frames.py"
 CORE = "gateway/outrider/gateway/speculation/core.py"
 SCHEDULER = "target_service/outrider/target_service/scheduler.py"
 STEPS = "target_service/outrider/target_service/steps.py"
+DEVICE_VERIFIER = "target_service/outrider/target_service/device_verifier.py"
 
 # Three lines a mutant: where it is and what finds it, the line, the fault.
 # fmt: off
@@ -373,6 +374,12 @@ MUTANTS = (
     Mutant(FORCED, "tests/lossless/test_forced_tokens.py::test_nothing_is_forced_where_the_drafts_next_token_takes_part",
            "if target.open.plain or window.parents or (target.rejects and window.goes_on) or (chain and chain.end > end):",
            "if target.open.plain or window.parents or (chain and chain.end > end):"),
+    Mutant(DEVICE_VERIFIER, "tests/target_service/test_device_verifier.py::test_a_ban_hides_no_fault",
+        "        logits[rows] = changed.masked_fill(invalid, torch.nan)",
+        "        logits[rows] = changed"),
+    Mutant(DEVICE_VERIFIER, "tests/target_service/test_device_verifier.py::test_requests_that_change_logits",
+        "            if inputs.changed:\n                self._change(",
+        "            if inputs.changed and token_mask is not None:\n                self._change("),
     Mutant(STEPS, "tests/target_service/test_steps.py::test_what_was_computed_past_an_end_is_never_committed",
            "verified = [window for window in launched.verify.read() if window.scheduled.stands]",
            "verified = launched.verify.read()"),

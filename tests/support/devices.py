@@ -106,6 +106,8 @@ class PretendedDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
+        if name == "pin_memory":
+            return args[0].clone()
         if name == "__get__" or func is torch.device:  # a property, or a name that stays what it is
             return func(*args, **kwargs)
         tensors = list(_tensors((args, kwargs)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.devices import PretendedDevice, Replayed, checkpoint, gpu, on_host
 from support.engines import BLOCK, COUPLED, GRAMMAR_EOS, REJECTION, VOCAB, TargetHarness, grammars_at_once, opened
 from support.heads import random_head
@@ -116,7 +117,33 @@ def test_all_rules_in_one_step(
 
 
 def test_requests_that_change_logits(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
-    """Beside captured steps, which do not hold them; with log probabilities, which are read for themselves."""
+    """In captured steps, with others beside them."""
+    requests = requests_of(CHANGED | {"block, cut": PLAIN["block, cut"]})
+    expected = run(TargetHarness.of(on_host), requests, {}, 1)
+    harness = on_device(checkpoint, captured=True)
+    steps = harness.engine._runner.captured
+    waits_before = len(gpu.waits) if gpu is not None else 0
+    check_equal(run(harness, requests, {}, 1), expected)
+    if gpu is not None:
+        assert len(gpu.waits) - waits_before == harness.num_steps
+    if steps is not None and isinstance(steps.graphs, Replayed):
+        assert steps.graphs.replayed == 2 * (harness.num_steps - 1)  # all but the prompts
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_ban_hides_no_fault(captured: bool, checkpoint: Any, gpu: PretendedDevice | None) -> None:
+    """A row with a NaN is an error, also where nothing may be drawn from its place."""
+    config, state = checkpoint
+    faulty = state | {"lm_head.weight": state["lm_head.weight"].clone().index_fill_(0, torch.tensor([7]), torch.nan)}
+    harness = on_device((config, faulty), captured=captured)
+    request = opened(1, [10, 11], max_tokens=MAX_TOKENS, bad_words_ids=((7,),), **PLAIN["coupled"])
+    harness.send(request, Credit(1, 4, 0))
+    harness.run()
+    assert harness.failures(1)
+
+
+def test_changed_logits_are_told(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
+    """As log probabilities, which are read for themselves, outside captured steps."""
     mode = LogprobsMode.PROCESSED_LOGPROBS
     requests = requests_of(CHANGED | {"greedy": PLAIN["greedy"]}, logprobs=2, logprobs_mode=mode)
     expected = run(TargetHarness.of(on_host), requests, {}, 1)
@@ -124,7 +151,7 @@ def test_requests_that_change_logits(checkpoint: Any, on_host: LoadedModel, gpu:
 
 
 def test_constraints_beside_others(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
-    """Beside captured steps, which hold no masks."""
+    """In captured steps."""
     digits = StructuredOutput(regex="[0-9]{7}")
     constrained = {f"{name}, digits": {**options, "structured_output": digits} for name, options in PLAIN.items()}
     requests = requests_of(constrained | {"coupled": PLAIN["coupled"]})

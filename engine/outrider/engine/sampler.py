@@ -8,7 +8,7 @@ what single rows and ids ask for; where a number a row says it all, `row_samplin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.grammar.constraint import Constraint
 from outrider.engine.grammar.masks import allowed_ids, num_words
-from outrider.engine.staging import Column, StagedColumns
+from outrider.engine.staging import Column, StagedColumns, index_on, put_on
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
 from outrider.rpc.words.sampling_params import SamplingParams
 
@@ -186,13 +186,16 @@ def assemble(
     *,
     for_argmax: bool = False,
 ) -> RowSampling:
-    """Row parameters for a packed batch, in the order of `plans`; for the arg max of every row those that change it."""
+    """Row parameters for a packed batch, in the order of `plans`; for the arg max of every row those that change it,
+    which are what precedes temperature."""
+    device = torch.device(device)
     if for_argmax and not any(plan.sampler.restricted or plan.sampler.penalised for plan in plans):
-        return RowSampling(token_mask=None if token_mask is None else token_mask.to(device, non_blocking=True))
+        return RowSampling(token_mask=None if token_mask is None else put_on(token_mask, device))
     assembly = _Assembly()
     for plan in plans:
         assembly.add(plan)
-    return assembly.finish(torch.device(device), token_mask)
+    changes = assembly.changes(device, token_mask)
+    return changes if for_argmax else assembly.with_numbers(changes, device)
 
 
 class _Assembly:
@@ -230,17 +233,22 @@ class _Assembly:
             prefix = plan.drafted[: plan.first + row - rows.start]
             self.banned += [(row, token) for token in plan.sampler.banned_after(prefix)]
 
-    def finish(self, device: torch.device, token_mask: Tensor | None) -> RowSampling:
-        """The tensors; None for what no row uses."""
+    def changes(self, device: torch.device, token_mask: Tensor | None) -> RowSampling:
+        """What changes the logits of single ids; None for what no row uses."""
         bias, bias_values = self._bias(device)
-        token_mask = None if token_mask is None else token_mask.to(device, non_blocking=True)
         return RowSampling(
             allowed=self._allowed(device),
             banned=_entries(self.banned, device),
             bias=bias,
             bias_values=bias_values,
             penalties=self._penalties(device),
-            token_mask=token_mask,
+            token_mask=None if token_mask is None else put_on(token_mask, device),
+        )
+
+    def with_numbers(self, changes: RowSampling, device: torch.device) -> RowSampling:
+        """The same with what is a number a row."""
+        return replace(
+            changes,
             temperature=_unless_all(self.temperature, 1.0, device),
             greedy_rows=torch.tensor(self.greedy_rows, device=device) if self.greedy_rows else None,
             min_p=_unless_all(self.min_p, 0.0, device),
@@ -252,9 +260,8 @@ class _Assembly:
         masked = [(rows, mask) for rows, mask in found if mask is not None]
         if not masked:
             return None
-        rows = torch.cat([torch.arange(rows.start, rows.stop, device=device) for rows, _ in masked])
-        lengths = torch.tensor([len(rows) for rows, _ in masked], device=device)
-        mask_of = torch.arange(len(masked), device=device).repeat_interleave(lengths, output_size=len(rows))
+        rows = index_on([row for rows, _ in masked for row in rows], device)
+        mask_of = index_on([place for place, (rows, _) in enumerate(masked) for _ in rows], device)
         return Allowed(rows, mask_of, torch.stack([mask for _, mask in masked]))
 
     def _bias(self, device: torch.device) -> tuple[Entries | None, Tensor | None]:
@@ -266,7 +273,8 @@ class _Assembly:
         ]
         ids = [sampler.bias_ids.repeat(len(rows)) for rows, sampler in biased]
         values = [sampler.bias_values.repeat(len(rows)) for rows, sampler in biased]
-        return Entries(torch.cat(rows).to(device), torch.cat(ids).to(device)), torch.cat(values).to(device)
+        places = Entries(put_on(torch.cat(rows), device), put_on(torch.cat(ids), device))
+        return places, put_on(torch.cat(values), device)
 
     def _truncation(self, device: torch.device) -> Truncation | None:
         if not self.truncation:
@@ -284,14 +292,14 @@ class _Assembly:
             return None
         names = [column.name for column in fields(Penalties)]
         columns = [[getattr(part, name) for part in self.penalised] for name in names]
-        return Penalties(*((parts[0] if len(parts) == 1 else torch.cat(parts)).to(device) for parts in columns))
+        return Penalties(*(put_on(parts[0] if len(parts) == 1 else torch.cat(parts), device) for parts in columns))
 
 
 def _entries(pairs: list[tuple[int, int]], device: torch.device) -> Entries | None:
     if not pairs:
         return None
-    rows, ids = torch.tensor(pairs, device=device).unbind(1)
-    return Entries(rows, ids)
+    rows, ids = zip(*pairs, strict=True)
+    return Entries(index_on(rows, device), index_on(ids, device))
 
 
 def _unless_all(values: list[float], off: float, device: torch.device) -> Tensor | None:

@@ -70,7 +70,12 @@ class StagedColumns:
 
 
 def index_on(values: Sequence[int], device: torch.device) -> Tensor:  # [values] int64
-    """Places in a tensor of a device, behind what was launched there: the host waits for nothing."""
-    on_cpu = device.type == "cpu"
-    index = torch.tensor(values, dtype=torch.int64, pin_memory=not on_cpu)
-    return index if on_cpu else index.to(device, non_blocking=True)
+    """Places in a tensor of a device."""
+    return put_on(torch.tensor(values, dtype=torch.int64), device)
+
+
+def put_on(values: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on a device, behind what was launched there: the host waits for nothing."""
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from outrider.rpc.beats import next_beat
+
 log = logging.getLogger(__name__)
 
 DESCRIPTORS = "/dev/fd"  # this process's own, on Linux and macOS
-LOOK_S = 0.25
+LOOK_S = 0.3
 _RECEIVED = slice(128, 136)  # of Linux's tcp_info: the bytes that have come
 
 
@@ -24,7 +26,7 @@ async def bound_hosts(ports: Sequence[int], most: int) -> None:
     """Again and again: ends what a host has beyond `most` connections to these ports, first those that have said least:
     silent ones go, and those that calls run on stay."""
     while True:
-        await asyncio.sleep(LOOK_S)
+        await next_beat(LOOK_S)
         with suppress(OSError):  # no descriptor is left to look by
             if len(os.listdir(DESCRIPTORS)) > most:
                 await asyncio.to_thread(_end_those_beyond, ports, most)

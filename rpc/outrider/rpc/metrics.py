@@ -32,6 +32,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from outrider.rpc.beats import next_beat
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.server import HealthMonitor, bind
 
@@ -330,6 +331,5 @@ async def exported(metrics: Metrics, listen: str, health: HealthMonitor, name: s
 async def _measure_lag(lag: Histogram) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + LAG_PERIOD_S
-        await asyncio.sleep(LAG_PERIOD_S)
+        due = await next_beat(LAG_PERIOD_S)
         lag.observe(max(0.0, loop.time() - due))

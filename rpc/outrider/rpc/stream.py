@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from outrider.rpc.beats import next_beat
 from outrider.rpc.codec import Encoded, Message, StreamKind
 from outrider.rpc.errors import Internal, OutriderError, ProtocolError, Unavailable, unexpected
 from outrider.rpc.frames import MAX_FRAME_BYTES, Decoded, FrameAssembler, FramePacker, SequenceTable
@@ -333,7 +334,7 @@ class FrameStream:
 
     async def _tick_loop(self) -> None:
         while not self.closed:
-            await asyncio.sleep(self._tick_s)
+            await next_beat(self._tick_s)
             self.tick()
 
     def _build(self, entries: Sequence[Any]) -> Any:

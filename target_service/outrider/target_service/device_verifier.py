@@ -1,7 +1,8 @@
 """Windows judged on a device: their numbers go there in one copy, kernels judge them, and the results come back in
 another. Nothing is read on the host in between, so that where the pass was a captured one, the judging is, too,
-launched behind it while the pass still runs. Requests that change single logits (biases, bans, penalties) are judged by
-the same kernels, launched one by one.
+launched behind it while the pass still runs. What requests change of single logits (biases, bans, penalties, masks) is
+written over those of the captured pass, row by row, before its judging reads them. Trees, and changed rows of which log
+probabilities are told, are judged by the same kernels, launched one by one.
 
 What a rule needs more is launched where one of the windows has it: the race under coupling, uniforms and the draw from
 what is left under rejection, and its blocks. Random numbers are drawn where they are used: counters take no memory,
@@ -22,9 +23,9 @@ from torch import Tensor
 from outrider.engine.cuda_graphs import CapturedSteps, GraphDevice
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import OFF, assemble, is_numeric_only, parameters_of, row_sampling, sampling_columns
-from outrider.engine.staging import Column, StagedColumns, words_of
+from outrider.engine.staging import Column, StagedColumns, index_on, words_of
 from outrider.kernels.random.reference import Purpose, as_int64, words
-from outrider.kernels.sampling.reference import MAX_ENTRIES
+from outrider.kernels.sampling.reference import MAX_ENTRIES, adjust_logits
 from outrider.kernels.types import PackedEntries, RowSampling, Windows
 from outrider.kernels.verify.reference import accept_uniforms, coupled_draw
 from outrider.target_service.grammars import StepMasks
@@ -116,7 +117,7 @@ class VerifyInputs:
         self.num_rows = sum(window.num_verify_rows for window in windows)
         self.max_rule = max((rule_of(window.target) for window in windows), default=VerifyRule.GREEDY)
         self.parents = parents_of(windows)
-        self.changes_logits = not all(is_numeric_only(window.target.sampler) for window in windows)
+        self.changed = [window for window in windows if not is_numeric_only(window.target.sampler)]  # single logits
         vectors = [vector for window in windows for vector in weights_of(window)]  # by drafted token
         self._entries = [vector for vector in vectors if vector is not None]
         self._entry_starts = list(accumulate((len(v[0]) // 4 if v is not None else 0 for v in vectors), initial=0))
@@ -223,6 +224,8 @@ class DeviceVerifier:
         inputs = VerifyInputs(windows)
         captured = self._find(logits, inputs)
         if captured is not None:
+            if inputs.changed:
+                self._change(logits, inputs, token_mask)
             self._upload(inputs, captured.columns, self._host, self._numbers)
             captured.replay()
             results, places = captured.results, len(captured.columns["rules"])
@@ -248,12 +251,13 @@ class DeviceVerifier:
         return False
 
     def _find(self, logits: Tensor, inputs: VerifyInputs) -> CapturedVerify | None:
-        """The captured call that holds a step; None where its logits are no captured pass's, or are changed."""
+        """The captured call that holds a step; None where its logits are no captured pass's, or are told as they were
+        before they were changed."""
         is_captured = logits.data_ptr() == self._logits.data_ptr() and inputs.num_rows == len(logits)
         if (
             not is_captured
             or inputs.parents is not None
-            or inputs.changes_logits
+            or any(window.target.open.sampling.logprobs is not None for window in inputs.changed)
             or inputs.num_entries > inputs.num_rows * MAX_ENTRIES
         ):
             return None
@@ -262,12 +266,24 @@ class DeviceVerifier:
         size = next(fitting, None)
         return None if size is None else self._captured[size, inputs.max_rule]
 
+    def _change(self, logits: Tensor, inputs: VerifyInputs, token_mask: Tensor | None) -> None:
+        """Writes what the windows ask for over the rows that judge them. A row that is invalid stays so, whatever a
+        mask hides of it."""
+        places = [row for window in inputs.changed for row in window.verify_rows]
+        plans = [rows for window in inputs.changed for rows in window.sampling_rows]
+        masks = None if token_mask is None else token_mask[torch.tensor(places)]
+        rows = index_on(places, self._device)
+        raw = logits[rows]  # [changed, vocab]
+        changed = adjust_logits(raw, assemble(plans, self._device, masks, for_argmax=True))
+        invalid = ~raw.amax(dim=-1, keepdim=True).isfinite()  # [changed, 1]
+        logits[rows] = changed.masked_fill(invalid, torch.nan)
+
     def _launch(self, logits: Tensor, inputs: VerifyInputs, token_mask: Tensor | None) -> Tensor:
         layout = verify_columns(inputs.num_rows, len(inputs.windows), inputs.num_entries)
         host, device = self._buffers(words_of(layout))
         columns = StagedColumns(layout, host, device)
         self._upload(inputs, columns, host, device)
-        if inputs.changes_logits:
+        if inputs.changed:
             plans = [rows for window in inputs.windows for rows in window.sampling_rows]
             sampling = assemble(plans, self._device, token_mask)
         else:
