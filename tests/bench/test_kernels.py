@@ -12,6 +12,7 @@ import math
 import sys
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
-from outrider.bench import gpu, kernels
+from outrider.bench import gpu, gpu_batches, kernels
 from outrider.bench.kernels_cases import CUDA, QUICK, K, KernelWork, cases
 from outrider.kernels import dispatch
 from outrider.llm import LLM
@@ -150,6 +151,25 @@ def test_an_llm_is_measured_from_end_to_end() -> None:
     setup = {"tokens": 3, "k": K}
     page = list(gpu.render_llms({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
     assert "some device" in page[0] and "in turn, times plain" in page[2] and len(page) == 5
+
+
+def test_batches_are_measured_by_ways_that_are_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_batches, "NUM_TOKENS", 6)
+    monkeypatch.setattr(gpu_batches, "FIRST_TOKENS", 4)
+    head = {"method": "eagle3", "model": str(pair_path().head_by("eagle3")), "num_speculative_tokens": K}
+    common: dict[str, Any] = {"model": str(pair_path().target), "device": "cpu", "max_model_len": 128}
+    with ExitStack() as stack:
+        named = gpu.ways() | {"head": {"speculative_config": head}}
+        llms = {name: stack.enter_context(LLM(**common, **options)) for name, options in named.items()}
+        hold = llms["in turn"]._backend.target.engine._cohort.hold  # type: ignore[union-attr]
+        rows = [gpu_batches.measure(gpu_batches.ways_of(llms), 2, 0.0, 1)]
+        rows.append(gpu_batches.measure(gpu_batches.ways_of_head(llms), 2, 0.0, 1))
+        assert llms["in turn"]._backend.target.engine._cohort.hold == hold  # type: ignore[union-attr]
+    plain, in_turn = rows[0]["ways"]["plain"], rows[0]["ways"]["in turn"]
+    assert plain["times"]["median"] == plain["tokens_a_step"]["median"] == 1.0
+    assert in_turn["tokens_a_step"]["median"] > 1.0 and 1.0 <= in_turn["streams_a_step"]["median"] <= 2.0
+    assert rows[1]["ways"]["EAGLE-3, launched"]["tokens_a_step"] == rows[1]["ways"]["EAGLE-3"]["tokens_a_step"]
+    assert len(list(gpu_batches.render(rows))) == 2 + 7 + 3
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -1,11 +1,11 @@
 """Everything that waits for a GPU and needs nobody to look on, on a machine that has one:
 
-    python outrider-bench/outrider/bench/gpu.py [--only tests|kernels|llm|steps] [--repeats N]
+    python outrider-bench/outrider/bench/gpu.py [--only tests|kernels|llm|batches|steps] [--repeats N]
 
-The tests marked `gpu`, the kernel bench, an `LLM` from end to end, and a whole step replayed against the same step
-launched kernel by kernel, with the judging and the drafting behind it, stored in outrider-bench/results. Exits with 2
-where there is no GPU. A step is measured against the bytes that it must read; drafting with one wait against a wait for
-each token."""
+The tests marked `gpu`, the kernel bench, an `LLM` from end to end, batches of many streams (gpu_batches), and a whole
+step replayed against the same step launched kernel by kernel, with the judging and the drafting behind it, stored in
+outrider-bench/results. Exits with 2 where there is no GPU. A step is measured against the bytes that it must read;
+drafting with one wait against a wait for each token."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ PARTS = {  # modules with their arguments, each a process of its own
     "tests": ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
     "kernels": ("outrider.bench.kernels", "--device", "cuda"),
     "llm": ("outrider.bench.gpu", "--only", "llm"),
+    "batches": ("outrider.bench.gpu_batches",),
 }
 WARM_UP = 3
 ENTRIES = 64  # of a drafted token's weights
@@ -344,7 +345,7 @@ def _llms(repeats: int) -> None:
         rows = [measure_llms(llms, b, t, repeats, NUM_TOKENS) for b in BATCHES for t in TEMPERATURES]
     setup = {"repeats": repeats, "k": K, "tokens": NUM_TOKENS, "target": LARGE}
     result = new_result(setup) | {"device": {"name": torch.cuda.get_device_name()}, "rows": rows}
-    _finish(result, "llm", render_llms(result))
+    finish(result, "llm", render_llms(result))
 
 
 def _steps(repeats: int) -> None:
@@ -354,10 +355,11 @@ def _steps(repeats: int) -> None:
     device = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"}
     result = new_result(setup) | {"device": device, "capture": capture}
     result |= measure_steps(REAL, CUDA, runner, repeats) | measure_rounds(REAL, runner, repeats)
-    _finish(result, "steps", [*render(result), "", *render_rounds(result)])
+    finish(result, "steps", [*render(result), "", *render_rounds(result)])
 
 
-def _finish(result: Json, name: str, page: Iterable[str]) -> None:
+def finish(result: Json, name: str, page: Iterable[str]) -> None:
+    """Prints a part's page, and stores its result by the device's name."""
     print("\n".join(page))
     path = store(RESULTS / name, result, result["device"]["name"])
     print(f"\nstored in {path}", file=sys.stderr)
