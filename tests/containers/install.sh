@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs what builds and runs the images without a daemon: Debian's buildah, podman and debootstrap, and what podman
-# wants for pods (the network between them, their names, the process that holds a pod).
+# wants for pods (the network between them, which it makes by iptables, their names, the process that holds a pod).
 set -euo pipefail
-PATH=$PATH:/usr/lib/podman:/usr/libexec/podman
+PATH=$PATH:/usr/sbin:/usr/lib/podman:/usr/libexec/podman
 missing=()
-for tool in buildah podman debootstrap runc netavark aardvark-dns catatonit; do
+for tool in buildah podman debootstrap runc netavark iptables aardvark-dns catatonit; do
     command -v "$tool" >/dev/null || missing+=("$tool")
 done
 [ ${#missing[@]} = 0 ] && exit 0

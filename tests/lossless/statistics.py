@@ -47,6 +47,7 @@ PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_pen
 EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
 HALF_OF_THE_TOKENS = (5, 3, 6, 7, 1, 0, 4, 2, 3)  # after the others there is none, and the model drafts
 TOKENS_3K, TOKENS_5K, TOKENS_20K, TOKENS_200K = 1_000, 1_667, 6_667, 66_667  # sequences of 3 tokens
+WHOLE = TOKENS_200K if SEED == 0 else TOKENS_20K  # a night's are new ones: ten nights draw as many
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Setting:
     cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
     reloads: bool = False  # the draft's weights change all the time
     short: int = TOKENS_3K  # sequences
-    long: int = TOKENS_200K
+    long: int = WHOLE
 
     @property
     def params(self) -> SamplingParams:

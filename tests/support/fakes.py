@@ -87,7 +87,7 @@ def expected(prompt: Sequence[int], count: int, rule: Rule = arithmetic) -> list
 
 def target_info(**fields: Any) -> TargetInfo:
     model = ModelInfo("toy", "d1", VOCAB, 256, eos_token_ids=(EOS,))
-    return TargetInfo(replace(model, **fields), 16, capabilities=(*CAPABILITIES, "sampling.structured_output"))
+    return TargetInfo(replace(model, **fields), 16)
 
 
 def with_adapters(info: TargetInfo, **digests: str) -> TargetInfo:
