@@ -35,7 +35,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.server import Server, build_server
 from outrider.rpc.stream import FrameStream, StreamConfig, server_stream
 from outrider.rpc.words.answer import TokenLogprob
-from outrider.rpc.words.sampling_params import CAPABILITIES, FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.words.sampling_params import FinishReason, SamplingParams, TokenOrigin
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 PROMPT = (11, 12, 13)
