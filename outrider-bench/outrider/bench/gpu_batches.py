@@ -51,7 +51,7 @@ class StepWatch(EnginePart):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SwitchedWay:
     """How a burst is decoded: by which LLM, with what switched meanwhile."""
 
     llm: LLM
@@ -124,27 +124,31 @@ def launched_heads(engine: TargetEngine) -> Iterator[None]:
             part.captured = captured
 
 
-def ways_of(llms: Mapping[str, LLM]) -> dict[str, Way]:
+def ways_of(llms: Mapping[str, LLM]) -> dict[str, SwitchedWay]:
     """Of three LLMs over one target: plain, in turn, and `auto`."""
     plain, in_turn, auto = llms["plain"], llms["in turn"], llms["auto"]
     return {
-        "plain": Way(plain),
-        "plain, one penalised": Way(plain, num_penalised=1),
-        "in turn": Way(in_turn),
-        "in turn, no hold": Way(in_turn, without_hold),
-        "in turn, one penalised": Way(in_turn, num_penalised=1),
-        "auto": Way(auto),
-        "auto, fresh": Way(auto, is_fresh=True),
+        "plain": SwitchedWay(plain),
+        "plain, one penalised": SwitchedWay(plain, num_penalised=1),
+        "in turn": SwitchedWay(in_turn),
+        "in turn, no hold": SwitchedWay(in_turn, without_hold),
+        "in turn, one penalised": SwitchedWay(in_turn, num_penalised=1),
+        "auto": SwitchedWay(auto),
+        "auto, fresh": SwitchedWay(auto, is_fresh=True),
     }
 
 
-def ways_of_head(llms: Mapping[str, LLM]) -> dict[str, Way]:
+def ways_of_head(llms: Mapping[str, LLM]) -> dict[str, SwitchedWay]:
     """Of a plain one, and one with a head."""
     head = llms["head"]
-    return {"plain": Way(llms["plain"]), "EAGLE-3": Way(head), "EAGLE-3, launched": Way(head, launched_heads)}
+    return {
+        "plain": SwitchedWay(llms["plain"]),
+        "EAGLE-3": SwitchedWay(head),
+        "EAGLE-3, launched": SwitchedWay(head, launched_heads),
+    }
 
 
-def measure(named: Mapping[str, Way], streams: int, temperature: float, repeats: int) -> Json:
+def measure(named: Mapping[str, SwitchedWay], streams: int, temperature: float, repeats: int) -> Json:
     """A row: each way in turn in every repeat, over the first one. The first repeat compiles."""
     found: dict[str, list[Json]] = defaultdict(list)
     for repeat in range(repeats + 1):
