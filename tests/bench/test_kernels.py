@@ -161,10 +161,11 @@ def test_batches_are_measured_by_ways_that_are_switched(monkeypatch: pytest.Monk
     with ExitStack() as stack:
         named = gpu.ways() | {"head": {"speculative_config": head}}
         llms = {name: stack.enter_context(LLM(**common, **options)) for name, options in named.items()}
-        hold = llms["in turn"]._backend.target.engine._cohort.hold  # type: ignore[union-attr]
+        in_turn_backend: Any = llms["in turn"]._backend
+        hold = in_turn_backend.target.engine._cohort.hold
         rows = [gpu_batches.measure(gpu_batches.ways_of(llms), 2, 0.0, 1)]
         rows.append(gpu_batches.measure(gpu_batches.ways_of_head(llms), 2, 0.0, 1))
-        assert llms["in turn"]._backend.target.engine._cohort.hold == hold  # type: ignore[union-attr]
+        assert in_turn_backend.target.engine._cohort.hold == hold
     plain, in_turn = rows[0]["ways"]["plain"], rows[0]["ways"]["in turn"]
     assert plain["times"]["median"] == plain["tokens_a_step"]["median"] == 1.0
     assert in_turn["tokens_a_step"]["median"] > 1.0 and 1.0 <= in_turn["streams_a_step"]["median"] <= 2.0

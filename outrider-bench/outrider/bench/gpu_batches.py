@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from outrider.bench.gpu import LARGE, SHARE, K, finish, ways
+from outrider.bench.gpu import LARGE, SHARE, finish, ways
+from outrider.bench.kernels_cases import K
 from outrider.bench.prompts import PROMPTS
 from outrider.bench.results import Json, bracketed, markdown, median_of, new_result, spread
 from outrider.llm import LLM, SamplingParams
@@ -63,7 +64,8 @@ class SwitchedWay:
     @property
     def engine(self) -> TargetEngine:
         """The target's."""
-        engine: TargetEngine = self.llm._backend.target.engine  # type: ignore[union-attr]
+        backend: Any = self.llm._backend
+        engine: TargetEngine = backend.target.engine
         return engine
 
     def burst(self, streams: int, temperature: float) -> Json:
@@ -78,7 +80,8 @@ class SwitchedWay:
             for index in range(streams)
         ]  # fmt: skip
         if self.is_fresh:
-            self.llm._backend.engine.learned = None  # type: ignore[union-attr]
+            backend: Any = self.llm._backend
+            backend.engine.learned = None
         before = self.watch.num_steps, self.watch.num_sequences, self.watch.device_us
         self.engine.parts.append(self.watch)
         try:
