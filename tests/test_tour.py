@@ -32,8 +32,8 @@ TOUR = REPOSITORY / "docs/tour.md"
 TEXT = TOUR.read_text(encoding="utf-8")
 VOCAB = 400
 MOST_STOPS = 15
-# Health checks and the look at the process's connections, which run while a request does.
-BESIDE = {"rpc/outrider/rpc/server.py", "rpc/outrider/rpc/engine_service.py", "rpc/outrider/rpc/connections.py"}
+# Health checks, the look at the process's connections and the beats of both, which run while a request does.
+BESIDE = {f"rpc/outrider/rpc/{name}.py" for name in ("server", "engine_service", "connections", "beats")}
 
 
 def listed() -> set[str]:

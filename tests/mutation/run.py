@@ -21,7 +21,7 @@ from mutation.mutants import MUTANTS, Mutant  # noqa: E402  the path is set abov
 
 LEFT_OUT = (".git", ".venv*", "results", "build", "dist", "__pycache__", ".*_cache", ".hypothesis")
 FAILED = 1  # pytest's status where a test failed; others say that none ran
-TIMEOUT_S = 600
+TIMEOUT_S = 1800  # of one run: of a mutant, or of all tests without one; a test that hangs has its own
 
 
 def run_in(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -364,7 +364,7 @@ async def test_where_vllm_dies_streams_go_on_at_our_engine(started: Started) -> 
             on_vllm, on_ours, elsewhere = targets.replicas
             engine = GenerationEngine(started.tokenizer, targets, None, EngineConfig(away_wait_s=AWAY_WAIT_S))
             streams: list[Slow] = []
-            while not on_vllm.num_sequences:  # on a machine that pauses, it is away for a moment, and others take them
+            while not on_vllm.num_sequences:  # one that was silent for a moment gets none
                 assert len(streams) < 20, "vLLM gets none"
                 streams += [Slow(engine, asking("sql", 0.0, LONG)) for _ in range(4)]
                 for stream in streams:
