@@ -1,15 +1,17 @@
 """The entry points under a fuzzer that follows what code an input reaches (atheris): make fuzz ARGS="--seconds 600"
 
-Each runs in a process of its own. An input that ends in any error but a refusal is printed, to be put among the seeds
-of `entries.py`, and this ends with 1."""
+Each runs in a process of its own, as many at a time as there are cores. An input that ends in any error but a refusal
+is printed, to be put among the seeds of `entries.py`, and this ends with 1."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hostile.entries import entries
 
     names = [options.only] if options.only else list(entries())
-    return max(_in_its_own_process(name, options.seconds, options.seed) for name in names)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return max(pool.map(lambda name: _in_its_own_process(name, options.seconds, options.seed), names))
 
 
 def _in_its_own_process(name: str, seconds: int, seed: int) -> int:
