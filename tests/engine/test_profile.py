@@ -16,7 +16,7 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.profile import measure_steps
+from outrider.engine.profile import measure_context, measure_steps
 
 
 @dataclass
@@ -120,6 +120,21 @@ def test_what_cannot_be_measured_is_left_out() -> None:
     runner = SlowRunner(seconds)
     costs = measure_steps(runner, pool, 512, 4096, clock=lambda: runner.now)  # type: ignore[arg-type]
     assert [rows for rows, _ in costs] == [1, 2, 4] and pool.num_free == 64
+
+
+def test_what_a_token_before_the_row_adds() -> None:
+    """1 ms, and 2 us a token of the context; none where no sequence is long, or a pass takes too long to tell."""
+    runner: Any = SlowRunner(lambda rows: 0.001)
+
+    def measure(max_model_len: int, first_us: int = 1000) -> float:
+        pool = BlockPool(256)
+        runner.seconds = lambda rows: 0.001 + 2e-6 * runner.passes[-1].start
+        found = measure_context(runner, pool, ((1, first_us),), max_model_len, clock=lambda: runner.now)
+        assert pool.num_free == 256
+        return found
+
+    assert [measure(8192), measure(700)] == pytest.approx([2.0, 2.0])
+    assert measure(200) == measure(8192, first_us=500_000) == 0.0
 
 
 def test_a_model_runner_is_what_is_timed(loaded: LoadedModel) -> None:

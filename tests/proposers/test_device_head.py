@@ -53,7 +53,7 @@ def target_with(layout: str, folder: Path, **options: Any) -> tuple[TargetHarnes
     runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
     drafter = harness.engine.parts[-1]
     assert isinstance(drafter, HeadDrafter)
-    drafter.measured(())
+    drafter.measured((), 0.0)
     assert drafter.captured is not None
     return harness, drafter
 
@@ -260,7 +260,7 @@ def test_a_failed_capture_leaves_the_passes_launched(
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         patch.setattr(head_drafter, "DeviceHead", fails)
         patch.setattr(harness.engine._runner, "captured", SimpleNamespace(graphs=Replayed()))
-        drafter.measured(())
+        drafter.measured((), 0.0)
     assert drafter.captured is None
     assert "the passes of eagle3 could not be captured; they are launched" in caplog.text
     request = replace(opened(1, prompt_of(1, 6), max_tokens=8), method="eagle3")

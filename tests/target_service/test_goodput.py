@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,30 @@ def test_the_pause_between_steps_counts() -> None:
     for _ in range(200):
         goodput.add_step(2, 2_000, 0)
     assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 512) == [0, 0]
+
+
+def test_the_context_counts() -> None:
+    """Two sequences, 1 ms a row: none pays. Behind 10,000 tokens of 1 us each it is 2 tokens in 12 ms to begin with, as
+    where a step of no rows takes 10 ms: the likely ones pay."""
+    requests = [replace(request, context=5_000) for request in wishes_of(LIKELY, UNLIKELY)]
+    assert Goodput(STEEP).choose(requests, 512) == [0, 0]
+    assert Goodput(STEEP, context_us=1.0).choose(requests, 512) == [4, 0]
+    assert Goodput(STEEP, context_us=1.0).rows_beside(32, 0.5, context=8_000) == 20  # half of 32 ms and 8
+
+
+def test_a_long_context_says_nothing_of_rows() -> None:
+    """Steps that are longer by what they look back on make no row dearer."""
+    known, blind = Goodput(HALF, context_us=1.0), Goodput(HALF)
+    for goodput in (known, blind):
+        for _ in range(900):
+            goodput.add_step(8, 18_000 + 18_000, 0, context=18_000)
+    assert known.time.at(8) == pytest.approx(18_000) and known.time.at(8, 18_000) == pytest.approx(36_000)
+    assert known.time.at(16) - known.time.at(8) == pytest.approx(8_000)
+    assert blind.time.at(16) - blind.time.at(8) > 12_000
+    for _ in range(900):  # and where the machine is slower, all is
+        known.add_step(8, 1.5 * 36_000, 0, context=18_000)
+    assert known.time.at(8, 18_000) == pytest.approx(54_000, rel=0.01)
+    assert known.time.at(16) - known.time.at(8) == pytest.approx(12_000, rel=0.1)
 
 
 def test_one_sequence_alone_is_never_cut() -> None:

@@ -1,4 +1,5 @@
-"""The time of passes by their number of rows, measured before anything is served."""
+"""The time of passes by their number of rows, and by the tokens that they look back on, measured before anything is
+served."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from outrider.engine.model_runner import ModelRunner
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXT = 128  # tokens before the rows
+CONTEXT, LONG_CONTEXT = 128, 2048  # tokens before the rows
 REPEATS = 3  # the best of them counts
 SHAPE_S = 0.25  # a number of rows is not repeated any more once it took so long
 BUDGET_S = 3.0  # for all together
@@ -47,10 +48,36 @@ def measure_steps(
     except Exception:
         log.exception("steps of more rows than these could not be measured: %s", costs)
     finally:
-        for tensor in (*runner.cache.keys, *runner.cache.values):
-            tensor[table] = 0
-        pool.release(table)
+        _give_back(runner, pool, table)
     return tuple(costs)
+
+
+def measure_context(
+    runner: ModelRunner,
+    pool: BlockPool,
+    costs: StepProfile,
+    max_model_len: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Microseconds that a pass takes more for every token in the cache that it looks back on: by one row behind a long
+    context. 0 where a sequence can't be long enough to tell, or one row takes too long. As `measure_steps` else."""
+    room = min(LONG_CONTEXT, max_model_len - 1, (pool.num_free - 1) * runner.block_size)
+    if room < 2 * CONTEXT or not costs or 1e-6 * costs[0][1] > SHAPE_S:
+        return 0.0
+    table = pool.allocate(room // runner.block_size + 1)
+    try:
+        long_us, short_us = (
+            1e6 * _best(partial(_pass, runner, context, 1, table), clock) for context in (room, CONTEXT)
+        )
+    finally:
+        _give_back(runner, pool, table)
+    return max(0.0, long_us - short_us) / (room - CONTEXT)
+
+
+def _give_back(runner: ModelRunner, pool: BlockPool, table: list[int]) -> None:
+    for tensor in (*runner.cache.keys, *runner.cache.values):
+        tensor[table] = 0
+    pool.release(table)
 
 
 def _pass(runner: ModelRunner, context: int, num_rows: int, table: list[int]) -> None:

@@ -215,10 +215,13 @@ class StepTime:
     Between the numbers of rows that are known lie straight lines. More rows never take less: where measurements say
     otherwise they are averaged.
 
+    Of the tokens that a step looks back on (`context`) each adds the same (`context_us`), whatever the rows.
+
     What happens to all steps alike, steps of every size tell of (`pace`), so that those that nobody tries any more are
     not judged by an hour that has gone; and what held up a few is forgotten while others run."""
 
-    def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
+    def __init__(self, profile: Iterable[tuple[int, float]] = (), context_us: float = 0.0) -> None:
+        self.context_us = context_us
         self._profile = {num_rows: float(max(1, step_us)) for num_rows, step_us in profile}
         self._means = {
             num_rows: RunningMean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in self._profile.items()
@@ -227,7 +230,7 @@ class StepTime:
         self._curve: tuple[list[int], list[float]] | None = None  # rows and times at a pace of 1; None: to be redrawn
         self._num_added = 0
 
-    def at(self, num_rows: int) -> float:
+    def at(self, num_rows: int, context: int = 0) -> float:
         """The estimate for a number of rows; 0 while nothing is known."""
         if not self._means:
             return 0.0
@@ -242,27 +245,28 @@ class StepTime:
         else:
             between = times[low] + (times[high] - times[low]) * (num_rows - rows[low]) / (rows[high] - rows[low])
         # From twice the rows that were seen on, a row costs at least half of what those did.
-        return self._pace * max(between, times[-1] * num_rows / (2 * rows[-1]) if num_rows > rows[-1] else 0.0)
+        least = times[-1] * num_rows / (2 * rows[-1]) if num_rows > rows[-1] else 0.0
+        return self._pace * (max(between, least) + self.context_us * context)
 
     def rows_beside(self, num_rows: int, added_us: float) -> int:
         """How many more rows a step of `num_rows` can take in so much more time."""
         limit_us = self.at(num_rows) + added_us
         return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
 
-    def add(self, num_rows: int, step_us: float, weight: float = 1.0) -> None:
+    def add(self, num_rows: int, step_us: float, weight: float = 1.0, context: int = 0) -> None:
         """A step ran; or the part of one (`weight`) that one of its sequences tells of."""
         point = num_rows if num_rows in self._means else _rounded(num_rows)
         if step_us <= 0 or (point not in self._means and len(self._means) >= MAX_POINTS):
             return
-        expected = self.at(num_rows)
+        rows_us = self.at(num_rows)  # of the expected time
         if point not in self._means:
             self._means[point], self._curve = RunningMean(memory=MEMORY), None
             if self._profile:  # as if it had been profiled, too
-                self._profile[point] = expected / self._pace
-        if expected:
-            ratio = surprise(step_us, expected)
+                self._profile[point] = rows_us / self._pace
+        if rows_us:
+            ratio = surprise(step_us, rows_us + self._pace * self.context_us * context)
             self._pace *= ratio ** (PACE_RATE * weight)
-            step_us = ratio * expected
+            step_us = ratio * rows_us
         for known, profiled in self._profile.items():
             mean = self._means[known]
             mean.value += FADING * weight * (profiled - mean.value)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.engine.profile import StepProfile, measure_steps
+from outrider.engine.profile import StepProfile, measure_context, measure_steps
 from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import DeviceLost
 from outrider.planner.estimates import OpenWork
@@ -147,9 +147,11 @@ class TargetEngine:
 
     def profile(self) -> StepProfile:
         """Measures steps by their rows, while nothing is open; from then on the scheduler knows what they take."""
-        costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
+        most_tokens = self.limits.max_model_len
+        costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
+        context_us = measure_context(self._runner, self.cache.pool, costs, most_tokens)
         for part in self.parts:
-            part.measured(costs)
+            part.measured(costs, context_us)
         return costs
 
     def close(self) -> None:

@@ -3,7 +3,10 @@
 A row for a drafted token pays if the chance that it is of use exceeds goodput x what one more row costs. The chance
 falls with the position in a window, so the rows of all sequences are sorted by it, and of the steps that take the first
 0, 1, 2, ... of them the one with most expected tokens per time is chosen (goodput: arXiv 2406.14066). The time is the
-step's and the pause before the next one, in which windows come: the longer that is, the more a step shall verify.
+step's, for its rows and for the tokens that it looks back on, and the pause before the next one, in which windows come:
+the longer these are, the more a step shall verify. What is cut is not drafted in vain: where all before it holds it is
+verified next, without a wait. So drafts are not told of cuts: in virtual time to draft no more gained nothing, and lost
+where most tokens hold.
 
 It looks at clocks, counts and earlier verifications alone, never at drafted tokens or what they were drawn from. And a
 cut refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified."""
@@ -26,19 +29,21 @@ PAUSE_RATE = 0.1
 @dataclass(frozen=True, slots=True)
 class GoodputRequest:
     """What one sequence would do in a step, beside what is missing of its prompt: `num_rows` in any case, which test
-    `num_sure` drafted tokens, and `further` rows, each of which lets one more drafted token count."""
+    `num_sure` drafted tokens, and `further` rows, each of which lets one more drafted token count. All look back on
+    `context` tokens."""
 
     acceptance: Acceptance
     num_rows: int
     num_sure: int = 0
     further: int = 0
+    context: int = 0
 
 
 class Goodput:
     """Chooses windows; knows what steps cost and which tokens hold."""
 
-    def __init__(self, step_costs: Iterable[tuple[int, int]]) -> None:
-        self.time = StepTime(step_costs)
+    def __init__(self, step_costs: Iterable[tuple[int, int]], context_us: float = 0.0) -> None:
+        self.time = StepTime(step_costs, context_us)
         self._of_all = Acceptance(memory=TARGET_MEMORY, forgets_untested=True)
         self._pause_us = 0.0  # between two steps
         self._cut_us = 0.0  # in steps with cut windows, since there were whole ones
@@ -48,15 +53,15 @@ class Goodput:
         acceptance.add(num_drafted, num_accepted)
         self._of_all.add(num_drafted, num_accepted)
 
-    def add_step(self, num_rows: int, step_us: float, pause_us: float) -> None:
+    def add_step(self, num_rows: int, step_us: float, pause_us: float, context: int = 0) -> None:
         """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
-        self.time.add(num_rows, step_us)
+        self.time.add(num_rows, step_us, context=context)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
 
-    def rows_beside(self, num_rows: int, share: float) -> int:
-        """How many rows of prompts a step of `num_rows` can take if they add at most `share` of what is between its
-        start and the next one's."""
-        return self.time.rows_beside(num_rows, share * (self._pause_us + self.time.at(num_rows)))
+    def rows_beside(self, num_rows: int, share: float, context: int = 0) -> int:
+        """How many rows of prompts a step of `num_rows` that look back on `context` tokens can take if they add at most
+        `share` of what is between its start and the next one's."""
+        return self.time.rows_beside(num_rows, share * (self._pause_us + self.time.at(num_rows, context)))
 
     def choose(self, requests: Sequence[GoodputRequest], max_rows: int) -> list[int]:
         """How many further rows each gets, of at most `max_rows` for all. Chunks of prompts in the same step do not
@@ -73,8 +78,10 @@ class Goodput:
             rows += request.num_rows
             gains.append(survival[request.num_sure :])
 
+        context = sum(request.context for request in requests)
+
         def time_at(more: int) -> float:
-            return self._pause_us + self.time.at(min(max_rows, rows + more))
+            return self._pause_us + self.time.at(min(max_rows, rows + more), context)
 
         chosen = best_rows(gains, tokens, max_rows - rows, time_at)
         longest = best_rows(gains, tokens, max_rows - rows, lambda _: 1.0)  # whole, where there are rows for all

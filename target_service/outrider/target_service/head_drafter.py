@@ -178,7 +178,7 @@ class HeadDrafter(EnginePart):
         self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
         self.captured: DeviceHead | None = None  # None: every pass is launched
 
-    def measured(self, costs: StepProfile) -> None:
+    def measured(self, costs: StepProfile, context_us: float) -> None:
         """Warms up, and captures what it can."""
         self.capture(*self.warm_up())
 

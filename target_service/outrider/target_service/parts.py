@@ -55,8 +55,8 @@ class EnginePart:
     capabilities: tuple[str, ...] = ()  # that the target says it has
     lets_follow: bool = True  # a step may be launched before the one before it is finished
 
-    def measured(self, costs: StepProfile) -> None:
-        """Steps were measured; nothing is open yet."""
+    def measured(self, costs: StepProfile, context_us: float) -> None:
+        """Steps were measured, and what each token adds that they look back on; nothing is open yet."""
 
     def opened(self, target: TargetSequence) -> None:
         """A sequence comes. Raises an OutriderError where it may not: the parts behind this one never hear of it."""
@@ -225,17 +225,18 @@ class StepCosts(EnginePart):
         self._scheduler = scheduler
         self._step_ended = 0.0
 
-    def measured(self, costs: StepProfile) -> None:
+    def measured(self, costs: StepProfile, context_us: float) -> None:
         """From now on the scheduler knows what steps cost."""
         if costs:
-            self._scheduler.goodput = Goodput(costs)
+            self._scheduler.goodput = Goodput(costs, context_us)
 
     def finished(self, step: ComputedStep) -> None:
         """Learns what a step took that had windows alone."""
         only_windows = all(one.num_rows == one.num_verify_rows for one in step.scheduled)
         if only_windows and (goodput := self._scheduler.goodput) is not None:
             pause_s = step.started - self._step_ended
-            goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6)
+            context = sum(one.committed for one in step.scheduled)
+            goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6, context)
         self._step_ended = step.ended
 
     def committing(self, verified: VerifiedWindow) -> None:

@@ -83,9 +83,8 @@ class ScheduledSequence:
     def goodput_request(self) -> GoodputRequest:
         """What the choice of windows takes of it. A prompt's rows are not the window's."""
         further = self.num_further
-        return GoodputRequest(
-            self.target.acceptance, self.num_verify_rows - further, self.num_verify_rows - 1 - further, further
-        )
+        sure = self.num_verify_rows - further
+        return GoodputRequest(self.target.acceptance, sure, sure - 1, further, self.committed)
 
     def cut_to(self, further: int) -> int:
         """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
@@ -341,7 +340,8 @@ class TargetScheduler(Scheduler[TargetSequence]):
         wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
         for_prompts = self.max_rows - wanted
         if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
-            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
+            context = sum(target.committed for target in windows)
+            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE, context)
             for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
         return RowShares(for_windows, for_prompts, cuts)
 
