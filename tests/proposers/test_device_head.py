@@ -176,10 +176,10 @@ def test_the_tokens_are_those_of_launched_passes(
         4: opened(4, prompt_of(4, 2), method=layout, max_tokens=6, temperature=0.8, acceptance=BLOCK, top_k=40),
     }
     harness.send(requests[1], Credit(1, FAR, 3), requests[2], Credit(2, FAR, 2))
-    for _ in range(3):
+    for _ in range(2 * 3):  # each is launched, then finished
         harness.engine.step(harness.now)
     harness.send(requests[3], Credit(3, FAR, 1), requests[4], Credit(4, FAR, 0))
-    for _ in range(2):
+    for _ in range(2 * 2):
         harness.engine.step(harness.now)
     harness.send(Credit(4, FAR, 2))
     harness.run()

@@ -73,7 +73,9 @@ class OnDevice:
         assert self.engine.step(self.harness.now) == 0.0
 
     def until_ahead(self) -> None:
-        while self.engine._ahead is None:
+        """Until a step was launched behind one that was not read."""
+        told = len(self.told)
+        while "follow" not in self.told[told:] or self.engine._ahead is None:
             self.step()
 
     def check(self, plain: dict[int, list[int]], *numbers: int) -> None:
@@ -171,11 +173,55 @@ def test_a_draft_that_begins_is_verified(device: OnDevice, plain: dict[int, list
     position = len(request.prompt_ids) + len(done)
     right = plain[1][len(done) : len(done) + 2]  # of which the step under way gives the first
     device.harness.send(DraftTokens(1, 1, position, tuple(right)), Credit(1, 1 << 20, 1, 60_000))
-    device.step()
-    device.step()
+    for _ in ("finished", "launched", "finished"):
+        device.step()
     commit = device.harness.commits(1)[-1]
     assert (commit.num_drafted, commit.num_accepted, list(commit.ids[:1])) == (1, 1, right[1:])
     assert device.engine._ahead is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_commands_are_taken_while_windows_are_judged(
+    fails: bool, device: OnDevice, plain: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two windows are launched; before they are read one sequence ends, another comes, a piece for the next window and
+    one that rests on nothing arrive. If what was launched fails then, it runs again."""
+    first, second, third, _ = requests()
+    for one in (first, second):
+        device.harness.send(one, Credit(one.sequence_id, 1 << 20, 2, 60_000))
+    while not all(device.harness.output(one.sequence_id) for one in (first, second)):
+        device.step()
+    length, done = len(first.prompt_ids), len(device.harness.output(1))
+    right = plain[1][done:]
+    device.harness.send(DraftTokens(1, 1, length + done, tuple(right[:2]), more=True))
+    device.harness.send(DraftTokens(2, 1, len(second.prompt_ids) + len(device.harness.output(2)), (7, 7)))
+    device.told.clear()
+    device.step()
+    assert device.engine._ahead is not None and not device.told
+    if fails:
+        finish, failed = device.engine.steps.finish, []
+
+        def fragile(launched: Any) -> Any:
+            if not failed:
+                failed.append(launched)
+                raise RuntimeError("injected")
+            return finish(launched)
+
+        monkeypatch.setattr(device.engine.steps, "finish", fragile)
+    device.harness.send(DraftTokens(1, 1, length + done + 2, tuple(right[2:3])), DraftTokens(1, 5, length + 99, (3,)))
+    told = device.harness.commits(1)[-1]
+    assert (told.position, told.ids, told.dropped) == (length + done, (), (5,))
+    device.harness.send(Close(2))
+    device.open(third)
+    device.step()
+    if fails:
+        assert failed and device.harness.commits(1)[-1] is told
+        device.step()
+    commit = next(one for one in device.harness.commits(1) if one.num_drafted)
+    assert (commit.position, list(commit.ids), commit.num_accepted) == (length + done, right[:3], 2)
+    device.harness.send(Credit(1, 1 << 20, 0))
+    device.check(plain, 1, 3)
+    assert len(device.harness.output(2)) < MAX_TOKENS
 
 
 @pytest.mark.parametrize("what", ["finish", "launch"])

@@ -143,6 +143,11 @@ class ChainBuffer:
         return self._live
 
     @property
+    def committed(self) -> int:
+        """The committed length, also while a window of it is verified."""
+        return self._committed
+
+    @property
     def draft_is_idle(self) -> bool:
         """Whether the draft said that it has nothing to propose at the committed length, or proposes an id there that
         the target does not know."""

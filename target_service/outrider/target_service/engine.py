@@ -42,13 +42,14 @@ from outrider.target_service.grammars import Grammars, stuck
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs
 from outrider.target_service.parts import Adapters, EnginePart, StepCosts, constraints_of
-from outrider.target_service.scheduler import TargetScheduler
+from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit, with_prompt
 from outrider.target_service.steps import LaunchedStep, Steps
 
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 0.005  # pause when sequences are due but none can have blocks
+BUSY_SHARE = 0.8  # of the time that a step should take, in which commands are taken: it may end sooner
 
 
 TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
@@ -93,7 +94,9 @@ class TargetEngine:
             drawer = Drawer(limits.vocab_size, runner.model.device)
             self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
         self.steps = Steps(runner, verifier, self.parts, clock)
-        self._ahead: LaunchedStep | None = None  # launched behind the last one, and not finished
+        self._ahead: LaunchedStep | None = None  # launched, and not finished
+        self._busy_until = 0.0  # with it the device is
+        self._failed_ahead = False  # one that was launched so: the next one is finished at once
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -114,11 +117,14 @@ class TargetEngine:
                 self._give_up_message(command.stream, message, command.sink, error)
 
     def step(self, now: float) -> float | None:
-        """Runs one ragged step, or finishes the one that was launched ahead; or says how long nothing is due. Raises
-        DeviceLost when the process has to end."""
+        """Runs one ragged step, or says how long nothing is due. Where the device computes behind the host's back one
+        call launches a step, and the next one finishes it: between them commands are taken. Raises DeviceLost when
+        the process has to end."""
         self._expire(now)
         self._end_refused(now)
         if self._ahead is not None:
+            if now < self._busy_until:
+                return self._busy_until - now
             self._go_on(self._ahead)
             return 0.0
         due = min(self.scheduler.dues(now), default=math.inf)
@@ -126,8 +132,11 @@ class TargetEngine:
             due = now + hold
         if due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
-        has_run = False
-        for step in run_isolated(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
+        runnable, has_run = self.scheduler.runnable(now), False
+        if self._runner.captured is not None and not self._failed_ahead and self._launch(runnable):
+            return 0.0
+        self._failed_ahead = False
+        for step in run_isolated(runnable, self._compute, self._give_up, self._hand_over):
             has_run = True
             self._settle(step)
         self._flush()
@@ -217,8 +226,8 @@ class TargetEngine:
             if target.chains.live() is not None and received > target.last_commit:
                 target.lag.add(received - target.last_commit)
         if target.chains.has_dropped:
-            dropped = target.chains.take_dropped()
-            target.sink(Commit(message.sequence_id, target.committed, (), dropped=dropped, load=self.load()))
+            committed, dropped = target.chains.committed, target.chains.take_dropped()
+            target.sink(Commit(message.sequence_id, committed, (), dropped=dropped, load=self.load()))
             self._flush()
 
     def _expire(self, now: float) -> None:
@@ -250,21 +259,55 @@ class TargetEngine:
         goodput = self.scheduler.goodput
         return 0.0 if goodput is None else self._cohort.hold(*self.scheduler.cohort(now), goodput.time, now)
 
-    def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
+    def _launched(self, targets: Sequence[TargetSequence]) -> LaunchedStep | None:
         """A step of these, as far as there are rows and blocks. If it raises, all are as before."""
         step = self.scheduler.plan([target for target in targets if not target.is_waiting])
         if not step:
             return None
         try:
             launched = self.steps.launch(step)
-            self._ahead = self._launch_ahead(launched)
-            computed = self.steps.finish(launched)
         except Exception:
-            self._abandon_ahead()
             self.scheduler.roll_back(step)
             raise
-        self.scheduler.roll_back(one for one in step if one.target.is_waiting)  # for their masks
+        self.scheduler.roll_back(one for one in step if one.target.is_waiting)
+        return launched
+
+    def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
+        """A step of these that is finished at once. If it raises, all are as before."""
+        if (launched := self._launched(targets)) is None:
+            return None
+        try:
+            computed = self._finish(launched)
+        except Exception:
+            self.scheduler.roll_back(launched.step.scheduled)
+            raise
         return computed if computed.scheduled else None
+
+    def _finish(self, launched: LaunchedStep) -> ComputedStep:
+        computed = self.steps.finish(launched)
+        self.scheduler.roll_back(one for one in launched.step.scheduled if one.target.is_waiting)  # for late masks
+        return computed
+
+    def _launch(self, targets: Sequence[TargetSequence]) -> bool:
+        """Launches a step of these; whether there is one to finish. If it fails, it is run once more, which finds whose
+        fault that is."""
+        try:
+            self._ahead = self._launched(targets)
+        except DeviceLost:
+            raise
+        except Exception:
+            log.exception("a step of %d sequences could not be launched; they run again", len(targets))
+        if self._ahead is not None:
+            self._busy_until = self._ahead.step.started + self._busy_s(self._ahead.step.scheduled)
+        return self._ahead is not None
+
+    def _busy_s(self, step: Sequence[ScheduledSequence]) -> float:
+        """For how long commands are waited for while the device computes. What may be followed is, at once."""
+        goodput = self.scheduler.goodput
+        if goodput is None or all(one.follows_plainly for one in step):
+            return 0.0
+        step_us = goodput.time.at(sum(one.num_rows for one in step), sum(one.committed for one in step))
+        return BUSY_SHARE * 1e-6 * step_us
 
     def _launch_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:
         """The step after one that was not read yet; None where it can't be told before. What raises here will where it
@@ -283,17 +326,19 @@ class TargetEngine:
             return None
 
     def _go_on(self, launched: LaunchedStep) -> None:
-        """Finishes the step that was launched ahead, with the next one behind it. If it fails, its sequences are as
-        they were before it, and run again."""
+        """Finishes the step that was launched, with the next one behind it if that can be told. If it fails, its
+        sequences are as they were before it, and run again."""
         self._ahead = None
         try:
             self._ahead = self._launch_ahead(launched)
-            step = self.steps.finish(launched)
+            step = self._finish(launched)
         except DeviceLost:
             raise
         except Exception:
             log.exception("a step of %d sequences failed; they run again", len(launched.step.scheduled))
             self._abandon_ahead()
+            self.scheduler.roll_back(one for one in launched.step.scheduled if one.stands)
+            self._failed_ahead = True
             return
         if step.scheduled:
             self._settle(step)

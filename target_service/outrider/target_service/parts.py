@@ -33,15 +33,10 @@ Refusal = tuple[TargetSequence, OutriderError]
 class StepUnderWay:
     """A step that was planned, until its windows have been judged."""
 
-    scheduled: Sequence[ScheduledSequence]
+    scheduled: Sequence[ScheduledSequence]  # once launched without those whose masks are late
     started_ns: int  # wall clock
     started: float  # on the engine's clock
     masks: StepMasks | None = None  # where some window has a constraint
-
-    @property
-    def going_on(self) -> list[ScheduledSequence]:
-        """The sequences that stay in it: those whose masks are late leave it."""
-        return [scheduled for scheduled in self.scheduled if not scheduled.target.is_waiting]
 
     @property
     def mask_us(self) -> int:

@@ -1,7 +1,7 @@
 """A step in two halves: it is launched, and later its verdicts are read. Where the device computes behind the host's
-back, a step of plain tokens is launched before what it follows has been read: each row's id goes from one to the other
-on the device, and while it runs the host commits, answers and packs the next one. So a token past an end is computed,
-too, and nobody ever hears of it."""
+back, the engine takes commands between them. And a step of plain tokens is launched before what it follows has been
+read: each row's id goes from one to the other on the device, and while it runs the host commits, answers and packs the
+next one. So a token past an end is computed, too, and nobody ever hears of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class Steps:
             pass_s = self._clock() - step.started
             for part in self._parts:
                 part.judging(step, pass_s)
-            verify = self.verifier.launch(logits, [one for one in step.going_on if one.samples], step.masks)
+            going_on = [one for one in scheduled if not one.target.is_waiting]
+            verify = self.verifier.launch(logits, [one for one in going_on if one.samples], step.masks)
+            step.scheduled = [one for one in going_on if not one.target.is_waiting]
         except Exception:
             self._end(step)
             require_device(self._runner.model.device)
@@ -86,7 +88,7 @@ class Steps:
         finally:
             self._end(step)
         started, self._ended = max(step.started, self._ended), self._clock()  # before, the device had another one
-        stayed = [scheduled for scheduled in step.going_on if scheduled.stands]
+        stayed = [one for one in step.scheduled if one.stands and not one.target.is_waiting]
         step_us = round((self._ended - started) * 1e6)
         verify_us = min(launched.pass_us(), step_us)
         num_rows = sum(one.num_rows for one in stayed)
