@@ -75,6 +75,8 @@ def test_step_time_between_and_beyond_what_was_measured() -> None:
     assert [time.at(rows) for rows in (1, 2, 3, 4, 6, 8)] == pytest.approx([100, 100, 107.5, 115, 115, 115])
     assert time.at(12) == pytest.approx(152.5)
     assert time.at(32) == pytest.approx(340)  # as steep as between the last two
+    assert time.between(1, 40, 7) == pytest.approx([time.at(rows, 7) for rows in range(1, 41)], rel=1e-12)
+    assert time.between(5, 5) == [time.at(5)]
     flat = StepTime([(1, 50)])  # one number says nothing of others: flat to twice as many, from there in proportion
     assert [flat.at(rows) for rows in (1, 2, 500)] == [50, 50, 250 * 50]
 

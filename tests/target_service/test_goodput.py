@@ -54,16 +54,16 @@ def test_some_cost_takes_the_likely_tokens() -> None:
     assert 5.0951 / 16 > 5.2951 / 17 > 5.3351 / 18 > MARGIN * 5.3447 / 20
     assert Goodput(HALF).choose(requests, 512) == [4, 0]
     gains = [[LIKELY**j for j in range(1, 5)], [UNLIKELY**j for j in range(1, 5)]]
-    assert best_rows(gains, 2.0, 100, lambda n: 12.0 + n) == [4, 0]
-    assert best_rows(gains, 2.0, 3, lambda n: 12.0 + n) == [3, 0]
-    assert best_rows(gains, 2.0, -1, lambda n: 12.0 + n) == [0, 0]
+    assert best_rows(gains, 2.0, [12.0 + n for n in range(9)]) == [4, 0]
+    assert best_rows(gains, 2.0, [12.0 + n for n in range(4)]) == [3, 0]
+    assert best_rows(gains, 2.0, [12.0]) == [0, 0]
 
 
 def test_a_dear_row_is_taken_when_those_after_it_are_cheap() -> None:
     """A step in the cost, as where a tile is full: up to 4 rows 1, then 2 up to 8."""
     gains = [[0.9, 0.8, 0.7, 0.6], [0.9, 0.8, 0.7, 0.6]]
-    assert best_rows(gains, 2.0, 100, lambda n: 1.0 if n < 3 else 1.5) == [4, 4]
-    assert best_rows(gains, 2.0, 100, lambda n: 1.0 if n < 3 else 3.0) == [1, 1]
+    assert best_rows(gains, 2.0, [1.0] * 3 + [1.5] * 6) == [4, 4]
+    assert best_rows(gains, 2.0, [1.0] * 3 + [3.0] * 6) == [1, 1]
 
 
 def test_the_pause_between_steps_counts() -> None:
@@ -109,8 +109,8 @@ def test_one_sequence_alone_is_never_cut() -> None:
 
 def test_a_cut_that_gains_next_to_nothing_is_not_made() -> None:
     gains = [[0.1], [0.1]]
-    assert best_rows(gains, 2.0, 100, lambda n: 1.0 + 0.09 * n) == [1, 1]  # 2.2 tokens in 1.18, or 2 in 1
-    assert best_rows(gains, 2.0, 100, lambda n: 1.0 + 0.12 * n) == [0, 0]  # 2.2 tokens in 1.24
+    assert best_rows(gains, 2.0, [1.0 + 0.09 * n for n in range(3)]) == [1, 1]  # 2.2 tokens in 1.18, or 2 in 1
+    assert best_rows(gains, 2.0, [1.0 + 0.12 * n for n in range(3)]) == [0, 0]  # 2.2 tokens in 1.24
 
 
 def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
@@ -156,7 +156,7 @@ def test_no_other_windows_give_more(chances: list[list[float]], steps: list[floa
 
     everything = itertools.product(*(range(len(row) + 1) for row in gains))
     best = max(goodput(taken) for taken in everything if sum(taken) <= room)
-    taken = tuple(best_rows(gains, float(len(gains)), room, lambda n: times[n]))
+    taken = tuple(best_rows(gains, float(len(gains)), times[: room + 1]))
     assert sum(taken) <= room
     whole = sum(map(len, gains))
     assert goodput(taken) >= best / (MARGIN if sum(taken) == min(room, whole) else 1.0) - 1e-9

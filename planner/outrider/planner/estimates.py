@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from math import inf, prod
 from operator import mul
 
@@ -234,10 +234,7 @@ class StepTime:
         """The estimate for a number of rows; 0 while nothing is known."""
         if not self._means:
             return 0.0
-        if self._curve is None:
-            known = sorted(self._means)
-            self._curve = known, _rising([self._means[point] for point in known])
-        rows, times = self._curve
+        rows, times = self._curve or self._redrawn()
         high = min(bisect_left(rows, num_rows), len(rows) - 1)
         low = max(0, high - 1)
         if num_rows <= rows[0] or low == high:
@@ -247,6 +244,26 @@ class StepTime:
         # From twice the rows that were seen on, a row costs at least half of what those did.
         least = times[-1] * num_rows / (2 * rows[-1]) if num_rows > rows[-1] else 0.0
         return self._pace * (max(between, least) + self.context_us * context)
+
+    def between(self, first: int, last: int, context: int = 0) -> list[float]:
+        """The estimates for all numbers of rows from `first` to `last`."""
+        rows, _ = self._curve or self._redrawn()
+        bends = {
+            first,
+            last,
+            *(point for point in (*rows, *(2 * point for point in rows[-1:])) if first < point < last),
+        }
+        ends = [(point, self.at(point, context)) for point in sorted(bends)]
+        found = [us for _, us in ends[:1]]
+        for (low, low_us), (high, high_us) in pairwise(ends):
+            step_us = (high_us - low_us) / (high - low)
+            found += [low_us + step_us * count for count in range(1, high - low + 1)]
+        return found
+
+    def _redrawn(self) -> tuple[list[int], list[float]]:
+        known = sorted(self._means)
+        self._curve = known, _rising([self._means[point] for point in known])
+        return self._curve
 
     def rows_beside(self, num_rows: int, added_us: float) -> int:
         """How many more rows a step of `num_rows` can take in so much more time."""

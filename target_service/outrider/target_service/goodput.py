@@ -13,7 +13,7 @@ cut refuses nothing: the tokens past it stay held, and each meets the same rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
@@ -78,27 +78,26 @@ class Goodput:
             rows += request.num_rows
             gains.append(survival[request.num_sure :])
 
-        context = sum(request.context for request in requests)
-
-        def time_at(more: int) -> float:
-            return self._pause_us + self.time.at(min(max_rows, rows + more), context)
-
-        chosen = best_rows(gains, tokens, max_rows - rows, time_at)
-        longest = best_rows(gains, tokens, max_rows - rows, lambda _: 1.0)  # whole, where there are rows for all
-        self._cut_us = 0.0 if chosen == longest else self._cut_us + time_at(sum(chosen))
-        if PROBE_SHARE * self._cut_us >= time_at(sum(longest)):
+        room = min(max(0, max_rows - rows), sum(whole))
+        first, context = min(rows, max_rows), sum(request.context for request in requests)
+        times = [self._pause_us + step_us for step_us in self.time.between(first, first + room, context)]
+        chosen = best_rows(gains, tokens, times)
+        longest = whole if room == sum(whole) else best_rows(gains, tokens, [1.0] * len(times))
+        self._cut_us = 0.0 if chosen == longest else self._cut_us + times[sum(chosen)]
+        if PROBE_SHARE * self._cut_us >= times[sum(longest)]:
             self._cut_us = 0.0
             return longest
         return chosen
 
 
-def best_rows(gains: Sequence[Sequence[float]], tokens: float, room: int, time_at: Callable[[int], float]) -> list[int]:
+def best_rows(gains: Sequence[Sequence[float]], tokens: float, times: Sequence[float]) -> list[int]:
     """How many of its gains each sequence takes. `gains` are the tokens that each further row is expected to add,
-    falling; `tokens` those of a step without further rows, and `time_at` the time of one with so many of them."""
+    falling; `tokens` those of a step without further rows, and `times` those of steps with 0, 1, ... of them, as many as
+    there is room for."""
     order = sorted(chain.from_iterable([(-gain, i, j) for j, gain in enumerate(row)] for i, row in enumerate(gains)))
-    order = order[: max(0, room)]
+    order = order[: len(times) - 1]
     totals = accumulate((-loss for loss, _, _ in order), initial=tokens)
-    goodputs = [total / time_at(count) for count, total in enumerate(totals)]
+    goodputs = [total / us for total, us in zip(totals, times, strict=False)]
     best = max(range(len(goodputs)), key=lambda count: (goodputs[count], count))
     if goodputs[best] <= MARGIN * goodputs[-1]:
         best = len(order)
