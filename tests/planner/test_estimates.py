@@ -79,6 +79,8 @@ def test_step_time_between_and_beyond_what_was_measured() -> None:
     assert time.between(5, 5) == [time.at(5)]
     flat = StepTime([(1, 50)])  # one number says nothing of others: flat to twice as many, from there in proportion
     assert [flat.at(rows) for rows in (1, 2, 500)] == [50, 50, 250 * 50]
+    some = StepTime([(8, 100), (16, 104)], context_us=0.5)
+    assert some.between(10, 99, 8) == pytest.approx([some.at(rows, 8) for rows in range(10, 100)], rel=1e-12)
 
 
 def test_step_time_learns_without_a_profile() -> None:

@@ -248,11 +248,8 @@ class StepTime:
     def between(self, first: int, last: int, context: int = 0) -> list[float]:
         """The estimates for all numbers of rows from `first` to `last`."""
         rows, _ = self._curve or self._redrawn()
-        bends = {
-            first,
-            last,
-            *(point for point in (*rows, *(2 * point for point in rows[-1:])) if first < point < last),
-        }
+        bends = {first, last, *(point for point in rows if first < point < last)}
+        bends.update(range(max(first, rows[-1]) if rows else last, last))  # what is not known is no straight line
         ends = [(point, self.at(point, context)) for point in sorted(bends)]
         found = [us for _, us in ends[:1]]
         for (low, low_us), (high, high_us) in pairwise(ends):

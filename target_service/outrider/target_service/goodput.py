@@ -92,8 +92,8 @@ class Goodput:
 
 def best_rows(gains: Sequence[Sequence[float]], tokens: float, times: Sequence[float]) -> list[int]:
     """How many of its gains each sequence takes. `gains` are the tokens that each further row is expected to add,
-    falling; `tokens` those of a step without further rows, and `times` those of steps with 0, 1, ... of them, as many as
-    there is room for."""
+    falling; `tokens` those of a step without further rows, and `times` those of steps with 0, 1, ... of them, as far as
+    there is room."""
     order = sorted(chain.from_iterable([(-gain, i, j) for j, gain in enumerate(row)] for i, row in enumerate(gains)))
     order = order[: len(times) - 1]
     totals = accumulate((-loss for loss, _, _ in order), initial=tokens)
