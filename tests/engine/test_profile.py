@@ -122,8 +122,8 @@ def test_what_cannot_be_measured_is_left_out() -> None:
     assert [rows for rows, _ in costs] == [1, 2, 4] and pool.num_free == 64
 
 
-def test_what_a_token_before_the_row_adds() -> None:
-    """1 ms, and 2 us a token of the context; none where no sequence is long, or a pass takes too long to tell."""
+def test_what_a_token_before_the_row_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 ms, and 2 us a token of the context; none where no sequence is long, a pass takes too long to tell, or fails."""
     runner: Any = SlowRunner(lambda rows: 0.001)
 
     def measure(max_model_len: int, first_us: int = 1000) -> float:
@@ -135,6 +135,8 @@ def test_what_a_token_before_the_row_adds() -> None:
 
     assert [measure(8192), measure(700)] == pytest.approx([2.0, 2.0])
     assert measure(200) == measure(8192, first_us=500_000) == 0.0
+    monkeypatch.setattr(runner, "forward", lambda entries: 1 / 0)
+    assert measure(8192) == 0.0
 
 
 def test_a_model_runner_is_what_is_timed(loaded: LoadedModel) -> None:

@@ -60,7 +60,8 @@ def measure_context(
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Microseconds that a pass takes more for every token in the cache that it looks back on: by one row behind a long
-    context. 0 where a sequence can't be long enough to tell, or one row takes too long. As `measure_steps` else."""
+    context. 0 where a sequence can't be long enough to tell, where one row takes too long, and where that fails. As
+    `measure_steps` else."""
     room = min(LONG_CONTEXT, max_model_len - 1, (pool.num_free - 1) * runner.block_size)
     if room < 2 * CONTEXT or not costs or 1e-6 * costs[0][1] > SHAPE_S:
         return 0.0
@@ -69,6 +70,9 @@ def measure_context(
         long_us, short_us = (
             1e6 * _best(partial(_pass, runner, context, 1, table), clock) for context in (room, CONTEXT)
         )
+    except Exception:
+        log.exception("what a context of %d tokens costs could not be measured", room)
+        return 0.0
     finally:
         _give_back(runner, pool, table)
     return max(0.0, long_us - short_us) / (room - CONTEXT)

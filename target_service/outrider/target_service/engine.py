@@ -285,7 +285,8 @@ class TargetEngine:
 
     def _finish(self, launched: LaunchedStep) -> ComputedStep:
         computed = self.steps.finish(launched)
-        self.scheduler.roll_back(one for one in launched.step.scheduled if one.target.is_waiting)  # for late masks
+        waiting = [one for one in launched.step.scheduled if one.target.is_waiting and one.stands]  # for late masks
+        self.scheduler.roll_back(waiting)
         return computed
 
     def _launch(self, targets: Sequence[TargetSequence]) -> bool:
