@@ -123,7 +123,7 @@ def test_what_cannot_be_measured_is_left_out() -> None:
 
 
 def test_what_a_token_before_the_row_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 ms, and 2 us a token of the context; none where no sequence is long, a pass takes too long to tell, or fails."""
+    """1 ms, and 2 us a token of the context; none where no sequence is long, or a pass takes too long or fails."""
     runner: Any = SlowRunner(lambda rows: 0.001)
 
     def measure(max_model_len: int, first_us: int = 1000) -> float:
