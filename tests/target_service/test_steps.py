@@ -199,7 +199,7 @@ def test_commands_are_taken_while_windows_are_judged(
     device.step()
     assert device.engine._ahead is not None and not device.told
     if fails:
-        finish, failed = device.engine.steps.finish, []
+        finish, failed = device.engine.steps.finish, list[Any]()
 
         def fragile(launched: Any) -> Any:
             if not failed:
