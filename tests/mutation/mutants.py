@@ -392,5 +392,11 @@ MUTANTS = (
     Mutant(STEPS, "tests/target_service/test_steps.py::test_who_goes_on_is_fed_its_own_token",
            "next_ids = next_ids[index_on(list(following), next_ids.device)]",
            "next_ids = next_ids[: len(following)]"),
+    Mutant(TARGET_ENGINE, "tests/target_service/test_steps.py::test_commands_are_taken_while_windows_are_judged",
+           "committed, dropped = target.chains.committed, target",
+           "committed, dropped = target.committed, target"),
+    Mutant(TARGET_ENGINE, "tests/target_service/test_steps.py::test_commands_are_taken_while_windows_are_judged",
+           "            self.scheduler.roll_back(one for one in launched.step.scheduled if one.stands)\n",
+           ""),
 )
 # fmt: on
