@@ -23,8 +23,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.gguf_state import GgufState
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.sampler import OFF
+from outrider.gguf.config import config_of
+from outrider.gguf.header import GgufHeader, WrongGguf, read_gguf
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json."""
+    """The contents of config.json; of a GGUF file what its metadata say instead."""
+    if is_gguf(folder):
+        return config_of(_header(folder))
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"{folder} holds no config.json")
     return read_json(folder / "config.json")
@@ -114,8 +119,10 @@ def weights_entry(folder: Path, lone: bool = False) -> str:
 
 
 def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
-    """The safetensors files of `weights_entry`, in order of name. Raises what it raises, and WrongCheckpoint where an
-    index names one that is absent."""
+    """The safetensors files of `weights_entry`, in order of name; the parts of a GGUF file. Raises what it raises, and
+    WrongCheckpoint where an index names one that is absent."""
+    if is_gguf(folder):
+        return _header(folder).files
     entry = weights_entry(folder, lone)
     if not entry.endswith(INDEX_SUFFIX):
         return (folder / entry,)
@@ -130,6 +137,8 @@ def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
 
 def left_aside(folder: Path, lone: bool = False) -> list[str]:
     """What lies beside the weights and could be taken for weights or for what changes them."""
+    if is_gguf(folder):
+        return []
     used = {weights_entry(folder, lone), *(path.name for path in weight_files(folder, lone))}
     return [name for name in _names(folder, f"*{SUFFIX}", f"*{INDEX_SUFFIX}", ADAPTER_CONFIG) if name not in used]
 
@@ -153,8 +162,23 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+def is_gguf(path: Path) -> bool:
+    """Whether a model is a file of its own, and no folder."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _header(path: Path) -> GgufHeader:
+    try:
+        return read_gguf(path)
+    except WrongGguf as error:
+        raise WrongCheckpoint(str(error)) from error
+
+
+def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
     """All tensors, or those whose names end so, mapped from the files. Raises WrongCheckpoint."""
+    if is_gguf(files[0]):
+        lazy = GgufState(_header(files[0]))
+        return {name: lazy[name] for name in lazy if name.endswith(ending)} if ending else lazy
     state: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -247,8 +271,14 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
 
 
 def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
-    """Reads a file by the header of its kind (safetensors): its length, JSON, then the contents at offsets from its
+    """Reads a file by the header of its kind. Safetensors': its length, JSON, then the contents at offsets from its
     end."""
+    if is_gguf(path):
+        places = sorted(_header(path).tensors.values(), key=lambda place: place.start)
+        for place in (place for place in places if place.path == path):
+            facts = [place.name, place.kind.name, list(place.shape)]
+            yield facts, pool.submit(_hash_range, path, place.start, place.start + place.num_bytes)
+        return
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:
@@ -297,7 +327,7 @@ def _file_key(path: Path) -> _FileKey:
 
 def _cache_files(folder: Path) -> Iterator[Path]:
     """Where a digest may be kept, the first choice first."""
-    yield folder / CACHE_NAME
+    yield folder.with_name(f"{CACHE_NAME}-{folder.name}") if is_gguf(folder) else folder / CACHE_NAME
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user without a home
