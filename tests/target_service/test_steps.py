@@ -16,6 +16,7 @@ from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import FinishReason
+from outrider.target_service.goodput import Goodput
 
 __all__ = ["checkpoint", "interpreter", "on_host"]
 
@@ -222,6 +223,31 @@ def test_commands_are_taken_while_windows_are_judged(
     device.harness.send(Credit(1, 1 << 20, 0))
     device.check(plain, 1, 3)
     assert len(device.harness.output(2)) < MAX_TOKENS
+
+
+def test_what_is_read_late_enough(
+    device: OnDevice, plain: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands are waited for while a step of windows should take, of 10 ms four fifths; a plain one is followed."""
+    request = requests()[0]
+    device.harness.send(request, Credit(1, 1 << 20, 2, 60_000))
+    while not device.harness.output(1):
+        device.step()
+    done = len(device.harness.output(1))
+    device.harness.send(DraftTokens(1, 1, len(request.prompt_ids) + done, tuple(plain[1][done : done + 2])))
+    device.told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(device.engine.scheduler, "goodput", Goodput([(1, 10_000), (64, 10_000)]))
+        device.step()
+        assert device.engine._ahead is not None
+        started = device.engine._ahead.step.started
+        assert device.engine.step(started + 0.007) == pytest.approx(0.001) and not device.told
+        assert device.engine.step(started + 0.0081) == 0.0 and device.told == ["finish"]
+        device.harness.send(Credit(1, 1 << 20, 0))
+        device.step()
+        assert device.engine._ahead is not None
+        assert device.engine.step(device.engine._ahead.step.started) == 0.0 and device.told[1:] == ["follow", "finish"]
+    device.check(plain, 1)
 
 
 @pytest.mark.parametrize("what", ["finish", "launch"])
