@@ -1,0 +1,76 @@
+"""The tensors of a GGUF file under the names that transformers gave them, and as transformers holds them: decoded when
+they are asked for, queries and keys in its order, Gemma's norms without the 1 that was added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.gguf.config import architecture_of, config_of, hugging_face_names
+from outrider.gguf.header import GgufHeader, TensorPlace
+from outrider.kernels.quantized.reference import decode
+
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # what is stored so is handed out so; all else as float32
+
+
+class GgufState(Mapping[str, Tensor]):
+    """A model's tensors (a LazyState). Each is decoded anew when it is asked for, and the file's mapping is let go."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._places, self._architecture = hugging_face_names(header), architecture_of(header)
+        config = config_of(header)
+        self._heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+        self._factors = {name: place for name, place in header.tensors.items() if place not in self._places.values()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        tensor = _decoded(place)
+        if self._architecture.turned and (projection := _projection(name)) is not None:
+            tensor = _turned_back(tensor, self._heads[projection])
+        if self._architecture.norms_with_one and name.endswith("norm.weight"):
+            tensor = tensor - 1.0
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @cached_property
+    def meta(self) -> Mapping[str, Tensor]:
+        """The shape and type of each, without its numbers."""
+        return {
+            name: torch.empty(place.shape, dtype=DTYPES.get(place.kind.name, torch.float32), device="meta")
+            for name, place in self._places.items()
+        }
+
+
+def stored_bytes(place: TensorPlace) -> Tensor:
+    """A tensor's bytes as they lie in the file, [rows, bytes of a row] uint8."""
+    rows = prod(place.shape[:-1])
+    found = np.fromfile(Path(place.path), dtype=np.uint8, count=place.num_bytes, offset=place.start)
+    return torch.from_numpy(found).view(rows, -1)
+
+
+def _decoded(place: TensorPlace) -> Tensor:
+    stored = stored_bytes(place)
+    dtype = DTYPES.get(place.kind.name)
+    numbers = decode(place.kind.name, stored) if dtype is None else stored.view(dtype)
+    return numbers.view(place.shape)
+
+
+def _projection(name: str) -> str | None:
+    """Whether a tensor is of the queries or of the keys."""
+    return next((part for part in "qk" if f".self_attn.{part}_proj." in name), None)
+
+
+def _turned_back(rows: Tensor, num_heads: int) -> Tensor:
+    """rows: [heads * head_dim, ...], whose neighbours turn together -> those that lie half a head apart."""
+    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,1 @@
+"""Weights of few bits: what their blocks mean."""
