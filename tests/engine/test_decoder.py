@@ -12,12 +12,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import KERNELS, TINY, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.models import (
+    KERNELS,
+    TINY,
+    build_decoder,
+    cpu_kernels,
+    hf_logits,
+    logits_of,
+    tiny_config,
+    tiny_hf_model,
+    tiny_state,
+)
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.loader import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import Decoder
@@ -247,7 +257,6 @@ def test_dynamic_rope_is_refused_beyond_the_original_length() -> None:
         (tiny_config("phi3", partial_rotary_factor=0.7), "partial_rotary_factor: is 0.7, which turns 11 of 16"),
         (tiny_config("qwen3", partial_rotary_factor=0.5), "partial_rotary_factor: is 0.5; allowed: 1.0"),
         (tiny_config(num_attention_heads=3), "multiple of the number of attention heads"),
-        (tiny_config(quantization_config={"quant_method": "gptq"}), "quantized"),
     ],
 )
 def test_unsupported_configurations_are_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
@@ -316,10 +325,6 @@ def save(model: Gemma3ForConditionalGeneration, folder: Path, prefixes: str) -> 
     tied = {"tie_word_embeddings": False} if "lm_head.weight" in " ".join(state) else {}
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", **WHOLE, **tied}))
     return folder
-
-
-def logits_of(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    return ModelRunner(loaded.model, 4).forward([BatchEntry(ids, 0, [2, 0, 1], len(ids))])
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -22,11 +22,13 @@ from starlette.requests import Request
 from support.engines import new_open
 from support.fakes import ToyTarget
 from support.gateways import TEMPLATE, save_toy_tokenizer, toy_tokenizer
+from support.gguf_models import as_gguf
 from support.models import SMALLEST, save_tiny
 
 from outrider.draft_service import trial
 from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.engine.checkpoint import read_config, read_tensors
+from outrider.engine.gguf_state import GgufState
 from outrider.engine.grammar.lark import GrammarError
 from outrider.engine.grammar.source import KINDS, GrammarSpec, source_of
 from outrider.engine.models.base import UnsupportedModel
@@ -37,6 +39,9 @@ from outrider.gateway.http.shares import Shares
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gguf.config import config_of
+from outrider.gguf.header import WrongGguf, read_gguf
+from outrider.gguf.tokenizer import generation_config, tokenizer_files
 from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, StreamKind
 from outrider.rpc.errors import InvalidArgument, NotFound, ProtocolError
 from outrider.rpc.frames import FrameAssembler, FramePacker, SequenceTable
@@ -230,10 +235,27 @@ def read_weights(folder: Path) -> None:
     read_tensors((folder / "model.safetensors",))
 
 
+def gguf_seed() -> bytes:
+    """A whole model in a small file."""
+    with TemporaryDirectory() as folder:
+        return as_gguf(Path(folder) / "a.gguf", "llama", **SMALLEST, vocab_size=8)[0].read_bytes()
+
+
+def read_gguf_file(folder: Path) -> None:
+    """All that is made of one: configuration, tokenizer, the names of its tensors."""
+    header = read_gguf(folder / "a.gguf")
+    _ = config_of(header), generation_config(header), tokenizer_files(header)
+    for tensor in GgufState(header).values():
+        _ = tensor.shape
+
+
 def read_tokenizer(folder: Path) -> None:
     read_vocabulary(folder)
     tokenizer = Tokenizer.load(folder)
     _ = tokenizer.fingerprint, tokenizer.encode("the quick"), tokenizer.decode([1, 2])
+
+
+MADE: dict[str, Callable[[], bytes]] = {"weights": lambda: save(FEW), "gguf": gguf_seed}
 
 
 def render(raw: bytes) -> None:
@@ -271,9 +293,10 @@ def entries() -> dict[str, Entry]:
         "weights": ("model.safetensors", read_weights, UnsupportedModel),
         "configuration": ("config.json", read_config, UnsupportedModel),
         "tokenizer": ("tokenizer.json", read_tokenizer, ValueError),
+        "gguf": ("a.gguf", read_gguf_file, WrongGguf),
     }
     for name, (file, reading, refusal) in files.items():
-        seed = save(FEW) if name == "weights" else (whole_folder() / file).read_bytes()
+        seed = MADE[name]() if name in MADE else (whole_folder() / file).read_bytes()
         found[name] = Entry(partial(take_file, reading, file), (seed,), (refusal,))
     found["template"] = Entry(render, (TEMPLATE.encode(),), (TemplateRefusal,))
     found["constraint"] = Entry(take_constraint, constraint_seeds(), (GrammarError,))

@@ -82,7 +82,7 @@ def changed(folder: Path, to: Path, **config: Any) -> Path:
 
 def test_a_checkpoint_that_ours_refuses_names_the_extra(tiny_pair: TinyPair, tmp_path: Path, no_vllm: None) -> None:
     """With the loader's own reason; a setting's fault is told as ever."""
-    with pytest.raises(Unsupported, match=r"quantised \(compressed-tensors\).*install outrider\[vllm\]"):
+    with pytest.raises(Unsupported, match=r"quantised, and its quantization_config.*install outrider\[vllm\]"):
         LLM(changed(tiny_pair.target, tmp_path / "quantised", **QUANTISED))
     with pytest.raises(ValueError, match=r"(?s)made_up.*vLLM may run it: install outrider\[vllm\]"):
         LLM(changed(tiny_pair.target, tmp_path / "other", model_type="made_up"))

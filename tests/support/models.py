@@ -17,8 +17,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.engine.batch import BatchEntry
 from outrider.engine.checkpoint import eos_ids
 from outrider.engine.loader import LoadedModel, compute_dtype, find_device, new_decoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder_config import parse_config
 from outrider.kernels.cpu.library import cpu_library
 
@@ -155,6 +157,11 @@ def hf_logits(model: Any, token_ids: list[int]) -> Tensor:  # [tokens, vocab] fl
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits.float()
+
+
+def logits_of(loaded: LoadedModel, ids: list[int]) -> Tensor:  # [tokens, vocab] float32
+    """What a loaded model computes for one whole sequence, of up to 48 tokens."""
+    return ModelRunner(loaded.model, 4).forward([BatchEntry(ids, 0, [2, 0, 1], len(ids))])
 
 
 LINES = [

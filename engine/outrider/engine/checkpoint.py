@@ -1,4 +1,5 @@
-"""Reads a Hugging Face checkpoint folder: JSON and safetensors, never a pickle.
+"""Reads a Hugging Face checkpoint folder: JSON and safetensors, never a pickle; in the folder that stands for a GGUF
+file that file.
 
 What a model's weights are: the SHA-256 of their contents, taken while they are loaded.
 
@@ -23,8 +24,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.gguf_state import GgufState
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.quantized.state import QuantizedState, layout_of, said_of
 from outrider.engine.sampler import OFF
+from outrider.gguf import folder as gguf_folder
+from outrider.gguf.header import GgufHeader, WrongGguf, read_gguf
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +90,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def weights_entry(folder: Path, lone: bool = False) -> str:
     """The name of the file that transformers would take a model's weights from, or of the index of such files: what
-    config.json's transformers_weights names, else model.safetensors, else its index. `lone` is for drafts and heads,
-    whose folders may hold one file of any name. Raises UnsupportedModel (WrongCheckpoint) where there is none."""
+    config.json's transformers_weights names, else model.safetensors, else its index; or of the first part of a GGUF
+    file. `lone` is for drafts and heads, whose folders may hold one file of any name. Raises UnsupportedModel
+    (WrongCheckpoint) where there is none."""
     named = read_json(folder / "config.json").get("transformers_weights")
     if named is not None:
         if not (isinstance(named, str) and named.endswith((SUFFIX, INDEX_SUFFIX)) and _is_beside(folder, named)):
@@ -96,6 +102,8 @@ def weights_entry(folder: Path, lone: bool = False) -> str:
             )
         return named
     found = next((name for name in (WEIGHTS_NAME, INDEX_NAME) if (folder / name).is_file()), None)
+    if found is None:
+        found = gguf_folder.weights_entry(folder)
     if found is not None:
         return found
     others = _names(folder, f"*{SUFFIX}")
@@ -114,9 +122,11 @@ def weights_entry(folder: Path, lone: bool = False) -> str:
 
 
 def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
-    """The safetensors files of `weights_entry`, in order of name. Raises what it raises, and WrongCheckpoint where an
-    index names one that is absent."""
+    """The files of `weights_entry`, in order of name. Raises what it raises, and WrongCheckpoint where an index names
+    one that is absent."""
     entry = weights_entry(folder, lone)
+    if _is_gguf(folder / entry):
+        return _header(folder / entry).files
     if not entry.endswith(INDEX_SUFFIX):
         return (folder / entry,)
     index = read_json(folder / entry).get("weight_map")
@@ -153,8 +163,23 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") -> dict[str, Tensor]:
-    """All tensors, or those whose names end so, mapped from the files. Raises WrongCheckpoint."""
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == gguf_folder.SUFFIX
+
+
+def _header(path: Path) -> GgufHeader:
+    try:
+        return read_gguf(path)
+    except WrongGguf as error:
+        raise WrongCheckpoint(str(error)) from error
+
+
+def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
+    """All tensors, or those whose names end so, mapped from the files, or decoded when they are asked for. Raises
+    WrongCheckpoint."""
+    if _is_gguf(files[0]):
+        lazy = _gguf_state(files[0])
+        return {name: lazy[name] for name in lazy if name.endswith(ending)} if ending else lazy
     state: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -168,6 +193,20 @@ def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") ->
         except (SafetensorError, RuntimeError) as error:
             raise WrongCheckpoint(f"{path} is damaged or cut off: {error}") from error
     return state
+
+
+def read_weights(folder: Path, files: tuple[Path, ...]) -> Mapping[str, Tensor]:
+    """A model's tensors, of a quantised one decoded when they are asked for. Raises WrongCheckpoint, and
+    UnsupportedModel for a way of quantising that is not served."""
+    said = said_of(read_config(folder))
+    return read_tensors(files) if said is None else QuantizedState(layout_of(said), read_tensors(files))
+
+
+def _gguf_state(path: Path) -> GgufState:
+    try:
+        return GgufState(_header(path))
+    except WrongGguf as error:
+        raise WrongCheckpoint(str(error)) from error
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -247,8 +286,14 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
 
 
 def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
-    """Reads a file by the header of its kind (safetensors): its length, JSON, then the contents at offsets from its
+    """Reads a file by the header of its kind. Safetensors': its length, JSON, then the contents at offsets from its
     end."""
+    if _is_gguf(path):
+        for place in sorted(_header(path).tensors.values(), key=lambda place: place.start):
+            if place.path == path:
+                facts = [place.name, place.kind.name, list(place.shape)]
+                yield facts, pool.submit(_hash_range, path, place.start, place.start + place.num_bytes)
+        return
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:

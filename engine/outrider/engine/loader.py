@@ -102,12 +102,12 @@ def load_model(
     model: CausalLM
     with checkpoint_digest(folder, files) as weights_digest:
         if expand is not None:
-            _, state = with_its_head(parse_config(config, max_model_len), checkpoint.read_tensors(files))
+            _, state = with_its_head(parse_config(config, max_model_len), checkpoint.read_weights(folder, files))
             config, state = expand(config, state)
             expanded = parse_config(config, max_model_len)
             model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization)
         elif (parsed := parsed_config(config, max_model_len, batch_invariant, quantization)) is not None:
-            state = checkpoint.read_tensors(files)
+            state = checkpoint.read_weights(folder, files)
             model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)
         else:
             # Only where needed: it imports transformers' models.

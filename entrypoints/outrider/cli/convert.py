@@ -1,4 +1,5 @@
-"""`outrider model convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
+"""`outrider model convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors; with
+--quantize any checkpoint becomes one of few bits."""
 
 from __future__ import annotations
 
@@ -8,18 +9,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.cli.arguments import fail, parse
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
     "Copy the checkpoint SOURCE to the new folder DESTINATION with its .bin weights as safetensors. A .bin file is a "
-    "pickle: it is read with weights only, in a process of its own."
+    "pickle: it is read with weights only, in a process of its own. With --quantize: any checkpoint, or a GGUF file, "
+    "with its products rounded to few bits, as compressed-tensors has them."
 )
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+INT4_GROUP = 32
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 # What belongs to a checkpoint beside its weights; an index of other files, or an adapter's configuration, does not.
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
@@ -32,17 +35,46 @@ class ConvertSettings(ServiceSettings):
 
     source: Path = Field(description="folder of the checkpoint with .bin weights; also the first bare argument")
     destination: Path = Field(description="folder to make; also the second bare argument")
+    quantize: Literal["int8", "int4"] | None = Field(None, description="round each product's numbers to so many bits")
+    group: int | None = Field(
+        None, ge=16, description="inputs that share a scale (default: 32 for int4, all of an output's for int8)"
+    )
+    text: Path | None = Field(None, description="text on which the change of loss is measured, with --quantize")
+
+    @model_validator(mode="after")
+    def _rounds(self) -> Self:
+        given = [name for name in ("group", "text") if getattr(self, name) is not None]
+        if given and self.quantize is None:
+            raise ValueError(f"{given[0]} is for --quantize int8 or int4")
+        return self
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider model convert") -> int:
     """Converts a folder; 1 if it cannot be."""
     settings = parse(ConvertSettings, argv, prog, DESCRIPTION, bare=("source", "destination"))
     try:
+        if settings.quantize is not None:
+            _quantize(settings, settings.quantize)
+            return 0
         files = convert(settings.source, settings.destination)
     except (OSError, ValueError) as error:
         return fail(prog, error)
     print(f"{settings.destination}: {', '.join(files)}")
     return 0
+
+
+def _quantize(settings: ConvertSettings, rounding: Literal["int8", "int4"]) -> None:
+    from outrider.cli.quantize import change_of_loss, quantize  # torch comes with it: only where needed
+
+    group = INT4_GROUP if settings.group is None and rounding == "int4" else settings.group
+    for line in quantize(settings.source, settings.destination, rounding, group):
+        print(line)
+    print(settings.destination)
+    if settings.text is not None:
+        found = change_of_loss(settings.source, settings.destination, settings.text)
+        before, after = found.target_loss, sum(found.draft_losses) / len(found.draft_losses)
+        same = sum(found.matches) / len(found.matches)
+        print(f"loss: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%}); the same choice at {same:.1%}")
 
 
 def convert(source: Path, destination: Path) -> list[str]:

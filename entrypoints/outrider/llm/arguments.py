@@ -36,7 +36,7 @@ from outrider.llm.validation import (
     require_fixed,
     require_known,
 )
-from outrider.rpc.hub import embedded, is_hub_id, locate
+from outrider.rpc.hub import embedded, is_gguf, is_hub_id, locate
 from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 
@@ -117,8 +117,9 @@ def _folder(value: object, info: ValidationInfo) -> Path | None:
     if not isinstance(value, str | PathLike):
         raise TypeError(f"{info.field_name} must be a folder's path or a hub id, a str or a Path; got {value!r:.100}")
     path = Path(value)
-    if not path.is_dir() and not is_hub_id(path) and embedded(path) is None:
-        raise ValueError(f"{info.field_name}: there is no folder {path}; allowed: a folder, or a hub id (org/name)")
+    if not path.is_dir() and not is_gguf(path) and not is_hub_id(path) and embedded(path) is None:
+        allowed = "a folder, a .gguf file, or a hub id (org/name)"
+        raise ValueError(f"{info.field_name}: there is no folder {path}; allowed: {allowed}")
     return path
 
 

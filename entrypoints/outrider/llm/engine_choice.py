@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from outrider.engine.adapters.ranks import MOST_RANK
+from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.models.decoder_config import MODEL_TYPES
+from outrider.engine.quantized.state import layout_of, said_of
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported
@@ -20,23 +23,40 @@ def beyond_ours(arguments: EngineArguments, config: Mapping[str, Any]) -> str:
     """Why our engine cannot run a target, by the arguments and its config.json; empty where it may."""
     if arguments.tensor_parallel_size > 1:
         return f"tensor_parallel_size={arguments.tensor_parallel_size}: our engine runs a target on one device"
-    if arguments.quantization is not None:
-        return (
-            f"quantization={arguments.quantization!r}: our engine takes a target's weights as they are (a draft's: "
-            "speculative_config['quantization'])"
-        )
     if arguments.enable_lora and arguments.max_lora_rank > MOST_RANK:
         return f"max_lora_rank={arguments.max_lora_rank}: our engine takes ranks to {MOST_RANK}"
-    said = config.get("quantization_config") or config.get("compression_config")
-    if said is not None:
-        method = said.get("quant_method") if isinstance(said, Mapping) else None
-        return f"the checkpoint is quantised ({method or 'its method has no name'}), which our engine is not for"
+    return _unread(arguments.quantization, config)
+
+
+def _unread(quantization: str | None, config: Mapping[str, Any]) -> str:
+    """Why our engine does not read how the weights are kept; `quantization` is what the caller says of it."""
+    said = said_of(config)
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if quantization is not None and quantization != method:
+        return (
+            f"quantization={quantization!r}: our engine takes a target's weights as its config.json says that they are "
+            "(a draft's: speculative_config['quantization'])"
+        )
+    if said is None:
+        return ""
+    if config.get("model_type") not in MODEL_TYPES:
+        return f"the checkpoint is quantised ({method or 'its method has no name'}), and no model of our own decoder's"
+    try:
+        layout_of(said)
+    except UnsupportedModel as error:
+        return f"the checkpoint is quantised, and its {error}"
     return ""
 
 
-def sees(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint takes pictures: our engine would leave that part of it out."""
-    return isinstance(config.get("vision_config"), Mapping)
+def lacks(config: Mapping[str, Any]) -> str:
+    """What of a checkpoint our engine would leave out; empty: nothing."""
+    if isinstance(config.get("vision_config"), Mapping):
+        return "takes pictures"
+    said = said_of(config)
+    groups = said.get("config_groups") if isinstance(said, Mapping) else None
+    schemes = groups.values() if isinstance(groups, Mapping) else ()
+    rounded = any(isinstance(scheme, Mapping) and scheme.get("input_activations") for scheme in schemes)
+    return "rounds activations, too" if rounded else ""
 
 
 def has_vllm() -> bool:

@@ -29,8 +29,8 @@ from outrider.llm.engine_choice import (
     beyond_ours,
     choose_engine,
     has_vllm,
+    lacks,
     require_vllm_can,
-    sees,
 )
 from outrider.llm.lora.held import HeldAdapters
 from outrider.llm.lora.request import LoRARequest
@@ -220,8 +220,9 @@ def _beyond_ours(arguments: EngineArguments) -> str:
     """Why the target is not for our engine; empty where it may be."""
     said = read_config(arguments.model or Path())
     reason = beyond_ours(arguments, said)
-    if not reason and arguments.engine == "auto" and sees(said) and has_vllm():
-        return "the checkpoint takes pictures, which our engine does not (engine='outrider' runs it without)"
+    beside = lacks(said)
+    if not reason and arguments.engine == "auto" and beside and has_vllm():
+        return f"the checkpoint {beside}, which our engine does not (engine='outrider' runs it without)"
     return reason
 
 

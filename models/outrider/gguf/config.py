@@ -3,18 +3,23 @@ transformers gave them.
 
 Some of it is in no key: that Gemma 3's every sixth layer looks at everything, with a rotary base of its own for the
 others, how the largest Gemmas scale their scores (`llama.cpp`, src/llama-model.cpp), and whether a head is the
-embeddings, which is said by its absence."""
+embeddings, which is said by its absence. Factors of rotary frequencies are tensors there: they become the tables of
+transformers' "longrope", which divides by them in the same way."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite, log
 from typing import Any
 
-from outrider.gguf.header import GgufHeader, Metadata, TensorPlace, WrongGguf
+from outrider.gguf.header import GgufHeader, TensorPlace, WrongGguf
 
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
-FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # tables, not weights
+FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+TABLES = (FACTORS, SHORT_FACTORS, LONG_FACTORS)  # not weights
+MOST_SIZE = 1 << 24  # of anything that a key counts
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 GEMMA3_PATTERN, GEMMA3_LOCAL_BASE = 6, 10_000.0
 SCALED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # layers of those whose scores are scaled by hidden size over heads
@@ -41,6 +46,41 @@ _NORMS_AFTER = {  # of the newer Gemmas
 }
 
 
+class Keys:
+    """The metadata of a file's architecture; what is not there and has to be, or is of another type, is named."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.prefix, self.header = f"{header.metadata['general.architecture']}.", header
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A count of something."""
+        value = self.value(key, default)
+        if type(value) is not int or not 1 <= value <= MOST_SIZE:
+            raise self._wrong(key, value, f"1 to {MOST_SIZE}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.value(key, default)
+        if type(value) not in (int, float) or not isfinite(value) or value <= 0:
+            raise self._wrong(key, value, "a number above 0")
+        return float(value)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What is there, or the default, unless that is None."""
+        found = self.header.metadata.get(self.prefix + key, default)
+        if found is None:
+            raise WrongGguf(f"{self.header.files[0]} has no {self.prefix}{key}")
+        return found
+
+    def has(self, key: str) -> bool:
+        """Whether it is there."""
+        return self.prefix + key in self.header.metadata
+
+    def _wrong(self, key: str, value: Any, allowed: str) -> WrongGguf:
+        return WrongGguf(f"{self.header.files[0]}: {self.prefix}{key}: is {value!r:.60}; allowed: {allowed}")
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How a kind of model lies in a GGUF file."""
@@ -50,51 +90,49 @@ class Architecture:
     norms_with_one: bool = False  # to which Gemma's 1 was added
     norms_after: bool = False
     fused: bool = False  # gate and up are one
-    more: Callable[[Metadata, GgufHeader], dict[str, Any]] = lambda keys, header: {}
+    more: Callable[[Keys], dict[str, Any]] = lambda keys: {}
 
 
-def _gemma(keys: Metadata, header: GgufHeader) -> dict[str, Any]:
+def _gemma(keys: Keys) -> dict[str, Any]:
     return {"hidden_activation": GEMMA_ACTIVATION, "hidden_act": GEMMA_ACTIVATION}
 
 
-def _newer_gemma(name: str) -> Callable[[Metadata, GgufHeader], dict[str, Any]]:
-    def more(keys: Metadata, header: GgufHeader) -> dict[str, Any]:
-        by_heads = keys["block_count"] == SCALED_BY_HEADS[name]
-        scaled_by = keys["embedding_length"] // keys["attention.head_count"] if by_heads else _head_dim(keys)
-        found = {
-            "query_pre_attn_scalar": scaled_by,
-            "final_logit_softcapping": keys.get("final_logit_softcapping"),
-            "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
-        }
-        if name == "gemma3":
-            found |= _gemma3_layers(keys)
-        return _gemma(keys, header) | found
+def _newer_gemma(name: str) -> Callable[[Keys], dict[str, Any]]:
+    def more(keys: Keys) -> dict[str, Any]:
+        by_heads = keys.size("block_count") == SCALED_BY_HEADS[name]
+        scaled_by = keys.size("embedding_length") // keys.size("attention.head_count") if by_heads else _head_dim(keys)
+        found: dict[str, Any] = {"query_pre_attn_scalar": scaled_by}
+        for cap in ("final_logit_softcapping", "attn_logit_softcapping"):
+            found[cap] = keys.real(cap) if keys.has(cap) else None
+        return _gemma(keys) | found | (_gemma3_layers(keys) if name == "gemma3" else {})
 
     return more
 
 
-def _gemma3_layers(keys: Metadata) -> dict[str, Any]:
-    pattern = keys.get("attention.sliding_window_pattern", GEMMA3_PATTERN)
+def _gemma3_layers(keys: Keys) -> dict[str, Any]:
+    pattern, count = keys.value("attention.sliding_window_pattern", GEMMA3_PATTERN), keys.size("block_count")
     if isinstance(pattern, tuple | list):
         slides = [bool(one) for one in pattern]
     else:
-        slides = [bool((layer + 1) % pattern) for layer in range(keys["block_count"])]
-    base = keys.get("rope.freq_base", 1_000_000.0)
-    factor = keys.get("rope.scaling.factor", 1.0)
+        period = keys.size("attention.sliding_window_pattern", GEMMA3_PATTERN)
+        slides = [bool((layer + 1) % period) for layer in range(count)]
+    factor = keys.real("rope.scaling.factor", 1.0)
     scaled = {"rope_type": "linear", "factor": factor} if factor != 1.0 else {"rope_type": "default"}
-    local = keys.get("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
     return {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
         "rope_parameters": {
-            "full_attention": scaled | {"rope_theta": base},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": scaled | {"rope_theta": keys.real("rope.freq_base", 1_000_000.0)},
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", GEMMA3_LOCAL_BASE),
+            },
         },
-    }
+    }  # fmt: skip
 
 
-def _phi3(keys: Metadata, header: GgufHeader) -> dict[str, Any]:
-    turned, dim = keys.get("rope.dimension_count"), _head_dim(keys)
-    return {"partial_rotary_factor": turned / dim} if turned not in (None, dim) else {}
+def _phi3(keys: Keys) -> dict[str, Any]:
+    """Only a part of each head may turn."""
+    turned, dim = keys.size("rope.dimension_count", _head_dim(keys)), _head_dim(keys)
+    return {"partial_rotary_factor": turned / dim} if turned != dim else {}
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -117,72 +155,85 @@ def architecture_of(header: GgufHeader) -> Architecture:
     return ARCHITECTURES[name]
 
 
-class _Keys(Mapping[str, Any]):
-    """The metadata of the architecture; what has to be there and is not is named."""
-
-    def __init__(self, header: GgufHeader) -> None:
-        self._prefix, self._header = f"{header.metadata['general.architecture']}.", header
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return self._header.metadata[self._prefix + key]
-        except KeyError:
-            raise WrongGguf(f"{self._header.files[0]} has no {self._prefix}{key}") from None
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As a dictionary's."""
-        return self._header.metadata.get(self._prefix + key, default)
-
-    def __iter__(self) -> Any:
-        return (key.removeprefix(self._prefix) for key in self._header.metadata if key.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _head_dim(keys: Metadata) -> int:
-    given = keys.get("attention.key_length")
-    return int(given) if given is not None else int(keys["embedding_length"]) // int(keys["attention.head_count"])
+def _head_dim(keys: Keys) -> int:
+    if keys.has("attention.key_length"):
+        return keys.size("attention.key_length")
+    return keys.size("embedding_length") // keys.size("attention.head_count")
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """The contents of a config.json. Raises WrongGguf."""
-    architecture, keys = architecture_of(header), _Keys(header)
-    if EMBEDDINGS not in header.tensors:
+    architecture, keys, tensors = architecture_of(header), Keys(header), header.tensors
+    if EMBEDDINGS not in tensors:
         raise WrongGguf(f"{header.files[0]} has no {EMBEDDINGS}")
+    if keys.size("block_count") > len(tensors):
+        raise WrongGguf(f"{header.files[0]} has {len(tensors)} tensors, and {keys.size('block_count')} blocks")
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
-        "vocab_size": header.tensors[EMBEDDINGS].shape[0],
-        "hidden_size": keys["embedding_length"],
-        "intermediate_size": keys["feed_forward_length"],
-        "num_hidden_layers": keys["block_count"],
-        "num_attention_heads": keys["attention.head_count"],
-        "num_key_value_heads": keys.get("attention.head_count_kv", keys["attention.head_count"]),
+        "vocab_size": tensors[EMBEDDINGS].shape[0],
+        "hidden_size": keys.size("embedding_length"),
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count"),
+        "num_attention_heads": keys.size("attention.head_count"),
+        "num_key_value_heads": keys.size("attention.head_count_kv", keys.size("attention.head_count")),
         "head_dim": _head_dim(keys),
-        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
-        "max_position_embeddings": keys["context_length"],
-        "tie_word_embeddings": HEAD not in header.tensors,
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.size("context_length"),
+        "tie_word_embeddings": HEAD not in tensors,
         "rope_parameters": _rotary(keys),
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    window = keys.get("attention.sliding_window")
-    if window:
-        config["sliding_window"] = window
+    if keys.has("attention.sliding_window"):
+        config["sliding_window"] = keys.size("attention.sliding_window")
         if architecture.model_type == "llama":
             config["model_type"] = "mistral"
-    return config | architecture.more(keys, header)
+    return config | architecture.more(keys)
 
 
-def _rotary(keys: Metadata) -> dict[str, Any]:
-    """Without factor tables, which are tensors."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 10_000.0)}
-    kind, factor = keys.get("rope.scaling.type", "none"), keys.get("rope.scaling.factor", 1.0)
-    if kind in ("linear", "yarn") and factor != 1.0:
-        found |= {"rope_type": kind, "factor": factor}
-        if (original := keys.get("rope.scaling.original_context_length")) is not None:
-            found["original_max_position_embeddings"] = original
+def _rotary(keys: Keys) -> dict[str, Any]:
+    base, tensors = {"rope_theta": keys.real("rope.freq_base", 10_000.0)}, keys.header.tensors
+    if any(name in tensors for name in TABLES):
+        return base | _factors(keys)
+    kind, factor = keys.value("rope.scaling.type", "none"), keys.real("rope.scaling.factor", 1.0)
+    if kind not in ("linear", "yarn") or factor == 1.0:
+        return base | {"rope_type": "default"}
+    found = base | {"rope_type": kind, "factor": factor}
+    if keys.has("rope.scaling.original_context_length"):
+        found["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length")
+    if kind == "yarn" and keys.has("rope.scaling.attn_factor"):  # of the factor that follows from the other
+        found["attention_factor"] = keys.real("rope.scaling.attn_factor") * (0.1 * log(factor) + 1.0)
     return found
+
+
+def _factors(keys: Keys) -> dict[str, Any]:
+    """Llama 3's are one table, Phi's two: one up to the length that the model was trained for, and one beyond."""
+    tensors, only = keys.header.tensors, keys.header.tensors.get(FACTORS)
+    places = [only, only] if only is not None else [tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
+    turned = keys.size("rope.dimension_count", _head_dim(keys))
+    short, long = (_table(keys, place, turned // 2) for place in places)
+    longest = keys.size("context_length")
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", longest),
+        "attention_factor": keys.real("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _table(keys: Keys, place: TensorPlace | None, length: int) -> list[float]:
+    if place is None:
+        raise WrongGguf(f"{keys.header.files[0]} has one of {SHORT_FACTORS} and {LONG_FACTORS}; allowed: both")
+    if place.kind.name != "F32" or place.shape != (length,):
+        given = f"is {place.kind.name} of shape {place.shape}"
+        raise WrongGguf(f"{place.path}: {place.name}: {given}; allowed: F32 of shape ({length},)")
+    with place.path.open("rb") as opened:
+        opened.seek(place.start)
+        found = struct.unpack(f"<{length}f", opened.read(place.num_bytes))
+    if not all(isfinite(factor) and factor > 0 for factor in found):
+        raise WrongGguf(f"{place.path}: {place.name}: has factors that are no numbers above 0")
+    return list(found)
 
 
 def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
@@ -194,7 +245,7 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
     found: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     for name, place in header.tensors.items():
-        if name in FACTORS:
+        if name in TABLES:
             continue
         _, _, rest = name.partition(".")
         layer, _, part = rest.partition(".")

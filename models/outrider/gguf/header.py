@@ -60,7 +60,7 @@ OTHER_KINDS: Mapping[int, str] = {
 
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def _split_files(path: Path, count: int) -> tuple[Path, ...]:
-    match = _SPLIT_NAME.fullmatch(path.name)
+    match = SPLIT_NAME.fullmatch(path.name)
     if match is None or (int(match[2]), int(match[3])) != (1, count):
         allowed = f"its first part, whose name ends in -00001-of-{count:05d}.gguf"
         raise WrongGguf(f"{path}: is one of {count} parts of a model; allowed: {allowed}")

@@ -15,7 +15,7 @@ import torch
 from outrider.bench.harness import Handler, serve_requests
 from outrider.bench.kernels import Probe, timed
 from outrider.bench.kernels_cases import CPU
-from outrider.engine.checkpoint import read_tensors, weight_files
+from outrider.engine.checkpoint import read_weights, weight_files
 from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.decoder_config import MODEL_TYPES, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder, can_run
@@ -33,7 +33,7 @@ def make_products(folder: Path) -> Callable[[int], None] | None:
         return None
     if not can_run(parsed, torch.float32, torch.device("cpu")):
         return None
-    return NativeDecoder(parsed, read_tensors(weight_files(folder))).kernel.products
+    return NativeDecoder(parsed, read_weights(folder, weight_files(folder))).kernel.products
 
 
 def probe(passes: int) -> dict[str, float]:

@@ -86,7 +86,7 @@ class HeadTarget:
     @classmethod
     def read(cls, folder: Path, loaded: LoadedModel) -> HeadTarget:
         """Raises UnsupportedModel, and ValueError for a checkpoint whose last norm has another name than Llama's."""
-        norm = text_model_state(checkpoint.read_tensors(checkpoint.weight_files(folder))).get(NORM)
+        norm = text_model_state(checkpoint.read_weights(folder, checkpoint.weight_files(folder))).get(NORM)
         if norm is None:
             raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
         found = target_weights(folder, loaded.model)

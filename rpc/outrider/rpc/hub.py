@@ -1,5 +1,5 @@
-"""What stands where a checkpoint's folder may: the embedded pair's name, `python` (or `python/PART`), and an id of the
-Hugging Face hub, `org/name` or `org/name@revision`.
+"""What stands where a checkpoint's folder may: the embedded pair's name, `python` (or `python/PART`), a GGUF file, and
+an id of the Hugging Face hub, `org/name` or `org/name@revision`.
 
 huggingface_hub keeps them in its cache and downloads what is not there, with a progress bar. Its variables hold:
 HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS."""
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.gguf.folder import SUFFIX, folder_of, gguf_name, gguf_of
 from outrider.pairs import name_of, part_path
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
@@ -23,6 +24,11 @@ ELSEWHERE = ("*/*", "consolidated*")  # other formats' folders, and Mistral's se
 
 class ModelNotFound(ValueError):
     """Neither a folder nor a model that the hub or its cache gives us; the message says why."""
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Whether it is the path of a GGUF file that is there."""
+    return Path(model).suffix == SUFFIX and Path(model).is_file()
 
 
 def is_hub_id(model: str | Path) -> bool:
@@ -41,10 +47,15 @@ def embedded(model: str | Path, drafts_by: str = "") -> Path | None:
 
 def locate(model: str | Path, *, weights: bool = True, trust_remote_code: bool = False, drafts_by: str = "") -> Path:
     """The folder of a model: the embedded pair's by its name (see `embedded`); of the hub's in the cache, after its
-    download; any other path as it is. Without `weights` the tokenizer's files and the configuration will do. Raises
-    ModelNotFound."""
+    download; a GGUF file's in the cache (see gguf.folder); any other path as it is. Without `weights` the tokenizer's
+    files and the configuration will do. Raises ModelNotFound, of a GGUF file with what is wrong in it."""
     if (part := embedded(model, drafts_by)) is not None:
         return part
+    try:
+        if (file := gguf_of(model)) is not None:
+            return folder_of(file)
+    except (ValueError, OSError) as error:  # WrongGguf is one
+        raise ModelNotFound(str(error)) from error
     found = HUB_ID.fullmatch(str(model))
     if found is None or not is_hub_id(model):
         return Path(model)
@@ -96,8 +107,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def model_name(folder: Path) -> str:
     """What to serve it as: the folder's name; in the hub's cache (models--ORG--NAME/snapshots/COMMIT) the id; of the
-    embedded pair its own (see `embedded`)."""
-    if name := name_of(folder):
+    embedded pair its own (see `embedded`); of a GGUF file its name without the ending."""
+    if name := name_of(folder) or gguf_name(folder):
         return name
     folder = folder.resolve()
     repo = folder.parents[1].name if folder.parent.name == "snapshots" else ""

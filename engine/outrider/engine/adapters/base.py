@@ -12,15 +12,12 @@ from outrider.engine.loader import parsed_config
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.low_rank import decoder_linears
 
-QUANTISED = ("quantization_config", "compression_config")  # how weights are kept, not which there are
-
 
 def linears_of(folder: Path, *, trust_remote_code: bool = False) -> Mapping[str, tuple[int, int]]:
     """The outputs and inputs of each product, by the modules' names as our engine has them. Of quantised weights as
     well, and without any being read. Raises UnsupportedAdapter for a model whose products nobody here knows."""
-    config = {name: value for name, value in checkpoint.read_config(folder).items() if name not in QUANTISED}
     try:
-        if (parsed := parsed_config(config, None)) is not None:
+        if (parsed := parsed_config(checkpoint.read_config(folder), None)) is not None:
             return decoder_linears(parsed)
         from outrider.engine.models.transformers import registry_linears  # which imports transformers' models
 

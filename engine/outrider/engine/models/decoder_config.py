@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
+from outrider.engine.quantized.state import KEYS
 from outrider.kernels.layers.reference import rotary_table
 
 READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
@@ -178,7 +179,7 @@ def rotary_parameters(hf: Any, layer_type: str | None) -> dict[str, Any]:
 
 def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> Any:
     """transformers' object for a configuration; raises for what no family of ours may ask."""
-    values = dict(config)
+    values = {name: value for name, value in config.items() if name not in KEYS}  # how weights are kept, not which
     model_type = values.pop("model_type", None)
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(f"model type {model_type!r} is not one of our decoder's: {', '.join(MODEL_TYPES)}")
@@ -189,8 +190,6 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
         raise UnsupportedModel(f"the configuration of this {model_type} is not valid: {error}") from error
     hf = whole.get_text_config()  # of a text model with a vision tower its part
     hf.tie_word_embeddings = whole.tie_word_embeddings
-    if "quantization_config" in config or hasattr(hf, "quantization_config"):
-        raise UnsupportedModel(f"{model_type} with quantized weights is not served")
     limit = hf.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModel(f"max_model_len {max_model_len} exceeds the model's {limit} positions")

@@ -33,7 +33,7 @@ def target_weights(folder: Path, model: CausalLM, expanded: bool = False) -> Tar
 
 def _of_files(folder: Path, model: CausalLM) -> tuple[Tensor, Tensor]:  # [vocab, hidden] each
     """Copies: the model keeps its own in a layout of the product's alone."""
-    held = checkpoint.read_tensors(checkpoint.weight_files(folder))
+    held = checkpoint.read_weights(folder, checkpoint.weight_files(folder))
     config, state = with_its_head(parse_config(checkpoint.read_config(folder)), held)
     embeddings = state[EMBEDDINGS].to(device=model.device, dtype=model.dtype, copy=True)
     if config.tied_embeddings:

@@ -1,0 +1,60 @@
+"""Matrices rounded to the nearest of few integers, and stored as compressed-tensors stores them ("pack-quantized")."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.quantized.numbers import WORD, Integers
+
+Rounding = Literal["int8", "int4"]
+BITS_OF: dict[Rounding, int] = {"int8": 8, "int4": 4}
+
+
+def round_to_nearest(weight: Tensor, rounding: Rounding, group: int | None) -> Integers:
+    """weight: [out, in] of any floating type -> integers around 0 with a bfloat16 scale for each `group` inputs, or for
+    each output. The greatest of a group lies half a step beyond the last integer, which halves the step's error for all
+    others at that one's cost. Raises UnsupportedModel where a row is not whole groups."""
+    bits, (outputs, inputs) = BITS_OF[rounding], weight.shape
+    size = inputs if group is None else group
+    if inputs % size:
+        raise UnsupportedModel(f"group: is {size}, and a matrix has rows of {inputs}; allowed: a divisor of it")
+    grouped, most = weight.float().view(outputs, -1, size), 2 ** (bits - 1)
+    scales = (grouped.abs().amax(-1) / (most - 0.5)).bfloat16()
+    steps = torch.where(scales == 0, 1.0, scales.float())  # a group of zeros
+    codes = (grouped / steps[..., None]).round_().clamp_(-most, most - 1).to(torch.int8)
+    return Integers(codes.view(outputs, inputs), bits, scales, size)
+
+
+def stored_parts(integers: Integers) -> dict[str, Tensor]:
+    """The tensors of a module, by their last names."""
+    offset = (integers.codes.int() + (1 << integers.bits - 1)).to(torch.int32)
+    return {
+        "weight_packed": _words(offset, integers.bits),
+        "weight_scale": integers.scales,
+        "weight_shape": torch.tensor(integers.codes.shape),
+    }
+
+
+def quantization_config(rounding: Rounding, group: int | None, ignored: list[str]) -> dict[str, Any]:
+    """What a config.json says of them; `ignored` are products that stay as they are."""
+    strategy: dict[str, Any] = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    weights = {"num_bits": BITS_OF[rounding], "type": "int", "symmetric": True, "dynamic": False, **strategy}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ignored,
+    }
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """codes: [rows, columns] int32, none below 0 -> [rows, words] int32, the first column in the lowest bits."""
+    per_word = WORD // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    return (padded.view(len(codes), -1, per_word) << shifts).sum(-1, dtype=torch.int32)

@@ -1,0 +1,268 @@
+"""Checkpoints of other programs' quantisers: each weight is what their own libraries make of it, and a model of them
+computes what it would of those numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from support.models import build_decoder, logits_of, save_tiny, tiny_config
+from torch import Tensor
+
+from outrider.engine import checkpoint
+from outrider.engine.loader import load_model
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.quantized.numbers import unpack
+from outrider.engine.quantized.state import QuantizedState, layout_of
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the format, and what config_groups says of weights
+    "int4 by 32": ("pack-quantized", INT4),
+    "int4 by 16, zero points": ("pack-quantized", {**INT4, "group_size": 16, "symmetric": False}),
+    "int4 by channel": ("pack-quantized", {**INT4, "strategy": "channel", "group_size": None}),
+    "int4 by channel, zero points": (
+        "pack-quantized",
+        {**INT4, "strategy": "channel", "group_size": None, "symmetric": False},
+    ),
+    "int8 packed by 32": ("pack-quantized", {**INT4, "num_bits": 8}),
+    "int8 by channel": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
+    "int8 by channel, zero points": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+    ),
+    "int8 by tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True}),
+    "float8 by channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "float8 by tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "float8 by block": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
+}
+
+
+def said_of(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    groups = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors", "format": form, **groups, **more}
+
+
+def scales_for(weight: Tensor, weights: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points that fit a weight, [out, in], in the shapes of the scheme."""
+    outputs, inputs = weight.shape
+    strategy, bits = weights["strategy"], weights["num_bits"]
+    if strategy == "block":
+        rows, columns = weights["block_structure"]
+        blocks = weight.view(outputs // rows, rows, inputs // columns, columns)
+        return blocks.abs().amax((1, 3)) / 448, None
+    if strategy == "tensor":
+        grouped = weight.reshape(1, 1, -1)
+    else:
+        grouped = weight.view(outputs, -1, weights["group_size"] if strategy == "group" else inputs)
+    if weights["type"] == "float":
+        return grouped.abs().amax(-1) / 448, None
+    if weights.get("symmetric", True):
+        return grouped.abs().amax(-1) / (2 ** (bits - 1) - 0.5), None
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scales = (high - low) / (2**bits - 1)
+    points = (-(2 ** (bits - 1)) - low / scales).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return scales, points.to(torch.int8)
+
+
+def compressed(weight: Tensor, form: str, weights: dict[str, Any]) -> dict[str, Tensor]:
+    """What the library stores for a weight, by the local names."""
+    scales, points = scales_for(weight, weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)  # type: ignore[arg-type]
+    state = {"weight": weight, "weight_scale": scales.bfloat16()}
+    if points is not None:
+        state["weight_zero_point"] = points
+    stored: dict[str, Tensor] = BaseCompressor.get_value_from_registry(form).compress(state, scheme)
+    return stored
+
+
+def their_numbers(stored: dict[str, Tensor], form: str, weights: dict[str, Any]) -> Tensor:
+    """The library's own reading, in float32."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)  # type: ignore[arg-type]
+    wide = {**stored, "weight_scale": stored["weight_scale"].float()}
+    numbers: Tensor = BaseCompressor.get_value_from_registry(form).decompress(wide, scheme)["weight"]
+    return numbers
+
+
+def random_weight(outputs: int = 48, inputs: int = 64, seed: int = 0) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+def read(stored: dict[str, Tensor], said: dict[str, Any]) -> Tensor:
+    state = QuantizedState(layout_of(said), {f"layer.{name}": tensor for name, tensor in stored.items()})
+    assert list(state) == ["layer.weight"] and len(state) == 1
+    assert state.meta["layer.weight"].shape == state["layer.weight"].shape
+    return state["layer.weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_tensors_are_what_their_library_reads(kind: str) -> None:
+    form, weights = KINDS[kind]
+    stored, weight = compressed(random_weight(), form, weights), random_weight()
+    found = read(stored, said_of(form, weights))
+    assert torch.equal(found, their_numbers(stored, form, weights).float())
+    assert (found - weight).abs().max() < (0.5 if weights["num_bits"] == 4 else 0.15)
+
+
+def test_inputs_in_another_order_have_their_groups_scales() -> None:
+    """weight_g_idx, of checkpoints that were written with actorder "group", which the library has dropped."""
+    weights = {**INT4, "actorder": "group"}
+    stored = compressed(random_weight(), "pack-quantized", INT4)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    group_of = (torch.arange(64) // 32)[order]
+    codes = unpack(stored["weight_packed"], 4, 64, 1).float() - 8
+    expected = torch.stack(
+        [codes[:, at] * stored["weight_scale"][:, int(group_of[at])].float() for at in range(64)], dim=1
+    )
+    said = said_of("pack-quantized", weights)
+    assert torch.equal(read({**stored, "weight_g_idx": group_of.int()}, said), expected)
+    assert torch.equal(
+        read({**stored, "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}, said),
+        read(stored, said),
+    )
+
+
+def packed_gptq(codes: Tensor, bits: int) -> Tensor:
+    """codes: [rows, columns] -> words along the rows, one number at a time."""
+    per_word = 32 // bits
+    words = [[0] * codes.shape[1] for _ in range(len(codes) // per_word)]
+    for row, values in enumerate(codes.tolist()):
+        for column, value in enumerate(values):
+            words[row // per_word][column] |= value << bits * (row % per_word)
+    return torch.tensor([[word - (1 << 32) if word >> 31 else word for word in line] for line in words]).int()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("group", [16, -1])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_gptq(bits: int, form: str, group: int, desc_act: bool) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    inputs, outputs = 64, 48
+    groups = 1 if group == -1 else inputs // group
+    codes = torch.randint(1 << bits, (inputs, outputs), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (groups, outputs), generator=generator)
+    scales = torch.rand(groups, outputs, generator=generator).half()
+    group_of = torch.arange(inputs) // (inputs // groups)
+    if desc_act:
+        group_of = group_of[torch.randperm(inputs, generator=generator)]
+    stored = {
+        "qweight": packed_gptq(codes, bits),
+        "qzeros": packed_gptq((zeros - (form == "gptq")).t(), bits).t().contiguous(),
+        "scales": scales,
+        "g_idx": group_of.int(),
+    }
+    said = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc_act, "checkpoint_format": form}
+    expected = (codes - zeros[group_of]).float() * scales[group_of].float()
+    assert torch.equal(read(stored, said), expected.t())
+
+
+@pytest.mark.parametrize("group", [16, -1])
+def test_awq_is_what_the_converter_makes_of_it(group: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    inputs, outputs = 64, 48
+    groups = 1 if group == -1 else inputs // group
+    words = torch.iinfo(torch.int32)
+    stored = {
+        "qweight": torch.randint(words.min, words.max, (inputs, outputs // 8), generator=generator).int(),
+        "qzeros": torch.randint(words.min, words.max, (groups, outputs // 8), generator=generator).int(),
+        "scales": torch.rand(groups, outputs, generator=generator).half(),
+    }
+    said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    converter = AutoAWQConverter(group_size=inputs if group == -1 else group, ignore=())
+    theirs = converter.process({f"layer.{name}": tensor.clone() for name, tensor in stored.items()})
+    local = {name.removeprefix("layer."): tensor for name, tensor in theirs.items()}
+    weights = {**INT4, "group_size": inputs if group == -1 else group, "symmetric": False}
+    assert torch.equal(read(stored, said), their_numbers(local, "pack-quantized", weights))
+
+
+def quantised_folder(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], said: dict[str, Any]) -> Path:
+    """A tiny checkpoint whose products are stored otherwise."""
+    save_tiny(folder)
+    state = load_file(folder / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        is_product = name.endswith("_proj.weight")
+        changed = change(name, tensor) if is_product else {"weight": tensor}
+        stem = name.removesuffix(".weight")
+        stored |= {f"{stem}.{part}": value.contiguous() for part, value in changed.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["int4 by 16, zero points", "int8 by channel", "float8 by block"])
+def test_a_model_computes_what_its_numbers_say(kind: str, tmp_path: Path) -> None:
+    form, weights = KINDS[kind]
+    if "block_structure" in weights:
+        weights = {**weights, "block_structure": [16, 16]}
+    said = said_of(form, weights)
+    folder = quantised_folder(tmp_path / "model", lambda _, weight: compressed(weight, form, weights), said)
+    loaded = load_model(folder)
+    plain = load_file(folder / "model.safetensors")
+    numbers = {name: tensor for name, tensor in plain.items() if ".weight_" not in name and "_proj." not in name}
+    for stem in {name.rpartition(".")[0] for name in plain if "_proj." in name}:
+        local = {name.rpartition(".")[2]: plain[name] for name in plain if name.startswith(f"{stem}.")}
+        numbers[f"{stem}.weight"] = their_numbers(local, form, weights).float()
+    expected = build_decoder(tiny_config(), numbers)
+    ids = list(range(3, 40))
+    assert torch.equal(logits_of(loaded, ids), logits_of(expected, ids))
+    assert loaded.digest and loaded.digest != load_model(save_tiny(tmp_path / "plain")).digest
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes"}, "quant_method: is 'bitsandbytes'; allowed: compressed-tensors, gptq, awq"),
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: is 3 of GPTQ; allowed: 4, 8"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size: is 0"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "marlin"}, "format: is 'marlin'"),
+    ({"quant_method": "awq", "bits": 8, "group_size": 128}, "bits: is 8 of AWQ; allowed: 4"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version: is 'gemv'"),
+    (said_of("pack-quantized", {**INT4, "num_bits": 3}), "group_0: is int of 3 bits by group; allowed"),
+    (said_of("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+     "group_0: is float of 4 bits by tensor_group"),
+    (said_of("marlin-24", INT4), "format: is 'marlin-24'; allowed: pack-quantized"),
+    ({"quant_method": "compressed-tensors", "config_groups": 3}, "not one of compressed-tensors"),
+    ({"quant_method": "compressed-tensors"}, "not one of compressed-tensors"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "message"), WRONG)
+def test_what_is_not_served_is_refused_by_name(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = quantised_folder(tmp_path / "model", lambda _, weight: {"weight": weight}, said)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(folder)
+
+
+def test_parts_that_do_not_fit_name_their_tensor(tmp_path: Path) -> None:
+    said = said_of("pack-quantized", INT4)
+
+    def without(part: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
+        def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+            stored = compressed(weight[:, :32], "pack-quantized", INT4)
+            if part == "scales":
+                stored["weight_scale"] = stored["weight_scale"].repeat(1, 3)
+            else:
+                del stored[part]
+            return stored
+
+        return change
+
+    folder = quantised_folder(tmp_path / "absent", without("weight_shape"), said)
+    with pytest.raises(WrongCheckpoint, match=r"layers\.\d\.\S+_proj: is quantised, and \S+weight_shape is not there"):
+        load_model(folder)
+    folder = quantised_folder(tmp_path / "misshapen", without("scales"), said)
+    with pytest.raises(WrongCheckpoint, match="has shape"):
+        checkpoint.read_weights(folder, checkpoint.weight_files(folder))["model.layers.0.mlp.up_proj.weight"]

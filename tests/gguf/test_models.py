@@ -1,0 +1,74 @@
+"""A GGUF file's model is that of the checkpoint from which it was made: every family, every trap of the format."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.gguf_models import ARCHITECTURES, as_gguf
+from support.models import KERNELS, cpu_kernels, hf_logits, logits_of
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.loader import load_model
+from outrider.rpc.hub import locate
+
+IDS = [(7 * index + 5) % 97 for index in range(44)]
+TRANSFORMERS_READS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")  # of these files
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_logits_are_the_checkpoints(family: str, kernels: str, tmp_path: Path) -> None:
+    file, model = as_gguf(tmp_path / "model.gguf", family)
+    with cpu_kernels(kernels):
+        loaded = load_model(locate(file))
+    torch.testing.assert_close(logits_of(loaded, IDS), hf_logits(model, IDS), atol=1e-4, rtol=1e-4)
+    assert loaded.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
+@pytest.mark.parametrize("family", TRANSFORMERS_READS)
+def test_quantised_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None:
+    options = {"layer_types": None} if family.startswith("gemma3") else {}
+    file, _ = as_gguf(tmp_path / "model.gguf", family, kind, **options)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
+    torch.testing.assert_close(logits_of(load_model(locate(file)), IDS), hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_factors_of_frequencies_are_llama_3s(tmp_path: Path) -> None:
+    """`rope_freqs.weight` is what llama.cpp's converter makes of rope_type "llama3"."""
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    file, model = as_gguf(tmp_path / "model.gguf", "llama", rope_parameters=scaling)
+    plain = logits_of(load_model(locate(file)), IDS)
+    factors = []
+    for index in range(0, 16, 2):
+        length = 2 * math.pi * 10_000.0 ** (index / 16)
+        smooth = (64 / length - 1) / (4 - 1)
+        factors.append(1.0 if length < 16 else 8.0 if length > 64 else 1 / ((1 - smooth) / 8 + smooth))
+    table = np.array(factors, dtype=np.float32)
+    file, model = as_gguf(
+        tmp_path / "scaled.gguf", "llama", rope_parameters=scaling,
+        tables={"rope_freqs.weight": (table.shape, int(gguf.GGMLQuantizationType.F32), table.tobytes())},
+    )  # fmt: skip
+    logits = logits_of(load_model(locate(file)), IDS)
+    torch.testing.assert_close(logits, hf_logits(model, IDS), atol=1e-4, rtol=1e-4)
+    assert (plain - logits).abs().max() > 1e-2
+
+
+def test_an_own_head_is_not_the_embeddings(tmp_path: Path) -> None:
+    for tied in (True, False):
+        file, model = as_gguf(tmp_path / f"{tied}.gguf", "qwen2", tie_word_embeddings=tied)
+        loaded = load_model(locate(file))
+        torch.testing.assert_close(logits_of(loaded, IDS), hf_logits(model, IDS), atol=1e-4, rtol=1e-4)

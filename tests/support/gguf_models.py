@@ -1,0 +1,107 @@
+"""Tiny random models as GGUF files, laid out as llama.cpp's converter does: names by its own table, its order of
+Llama's queries and keys, Gemma's norms with the 1 added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from support.gguf_files import Typed, write_gguf
+from support.models import tiny_hf_model, tiny_state
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "phi3": "phi3",
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {  # of families whose files leave something unsaid
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None},
+}
+Stored = tuple[tuple[int, ...], int, bytes]  # shape, number of the kind, contents
+NUM_SPECIAL = 3  # tokens before the letters
+
+
+def letters(vocab_size: int) -> dict[str, Any]:
+    """Metadata of a tokenizer whose ids stand for single characters."""
+    tokens = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + index) for index in range(vocab_size - NUM_SPECIAL))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * vocab_size,
+        "tokenizer.ggml.token_type": Typed("i32", [2, 3, 3, *[1] * (vocab_size - NUM_SPECIAL)]),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def as_gguf(
+    path: Path,
+    family: str,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Stored] | None = None,
+    **options: Any,
+) -> tuple[Path, Any]:
+    """Writes a model of a family, its matrices of a kind where their rows are whole blocks of it, and `tables` beside
+    them; returns the path and transformers' model of the unrounded numbers."""
+    model = tiny_hf_model(family, **(OPTIONS.get(family, {}) | options))
+    config, name = model.config, ARCHITECTURES[family]
+    table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
+    tensors = dict(tables or {})
+    for full, tensor in tiny_state(model).items():
+        stem, _, part = full.rpartition(".")
+        numbers = _as_converted(family, full, tensor.numpy(), config)
+        tensors[f"{table.get_name(stem)}.{part}"] = _stored(numbers, kind)
+    keys = {f"{name}.{key}": value for key, value in _keys(family, config).items()}
+    head = {"general.architecture": name}
+    return write_gguf(path, head | keys | letters(config.vocab_size) | dict(metadata or {}), tensors), model
+
+
+def _architecture(name: str) -> Any:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _as_converted(family: str, name: str, numbers: Any, config: Any) -> Any:
+    if ARCHITECTURES[family] == "llama" and (".q_proj." in name or ".k_proj." in name):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        shape = numbers.shape
+        return numbers.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    return numbers + 1 if family.startswith("gemma") and name.endswith("norm.weight") else numbers
+
+
+def _stored(numbers: Any, kind: str) -> Stored:
+    wanted = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+    if numbers.ndim < 2 or numbers.shape[-1] % block:
+        wanted = gguf.GGMLQuantizationType.F32
+    data = gguf.quants.quantize(np.ascontiguousarray(numbers, dtype=np.float32), wanted)
+    return tuple(numbers.shape), int(wanted), data.tobytes()
+
+
+def _keys(family: str, config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+    }
+    if family in ("mistral", "gemma2", "gemma3_text", "phi3"):
+        found["attention.sliding_window"] = config.sliding_window
+    if family == "gemma2":
+        found["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+        found["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if family == "phi3":
+        found["rope.dimension_count"] = config.head_dim
+    if family == "gemma3_text":
+        found["rope.freq_base"] = 1_000_000.0
+    return found
