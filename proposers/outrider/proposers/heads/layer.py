@@ -68,7 +68,7 @@ class LayerHead(ABC):
         return self.leave(hidden[batch.logit_rows])
 
     def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
-        """Shapes: `Head.fill`. What others look at of a lone layer is made of its own inputs: nothing is attended to."""
+        """Shapes: `Head.fill`. A lone layer's keys and values are made of its own inputs: nothing is attended to."""
         state = self.features_to_state(features)
         if self._further:
             self._pass(batch, state, cache)
