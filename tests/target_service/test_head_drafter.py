@@ -259,6 +259,33 @@ def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(
     assert harness.engine.cache.pool.num_free == 14
 
 
+def partialmethod_of(watched: Any, passing: Any) -> Any:
+    return lambda self, *given: watched(passing, self, *given)
+
+
+def test_where_nothing_is_drafted_a_head_keeps_what_it_would_have(
+    models: Any, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding plainly takes a pass a block of the cache, of what rows behind will look at alone."""
+    first, caches, drafts = type(head).first, [], []
+
+    def counted(*given: Any) -> Any:
+        drafts.append(given)
+        return first(*given)
+
+    monkeypatch.setattr(type(head), "first", counted)
+    for _ in range(2):
+        harness = TargetHarness.of(models[1], head=head)
+        harness.decode_plain(1, opened(1, prompt_of(1, 20), max_tokens=70))
+        (cache,) = [part._cache for part in harness.engine.parts if isinstance(part, HeadDrafter)]
+        caches.append([*cache.keys, *cache.values])
+        assert len(drafts) == (5 if head.layers and len(caches) == 2 else 0)  # the prompt, and the ends of four blocks
+        monkeypatch.setattr(type(head), "fill", counted)
+    for filled, passed in zip(*caches, strict=True):
+        torch.testing.assert_close(filled, passed, atol=1e-5, rtol=1e-5)
+        assert filled.abs().sum() > 0
+
+
 @pytest.mark.parametrize("tree", [None, TokenTree.of([(0,), (1,), (2,)])], ids=["chains", "trees"])
 def test_rows_have_the_states_before_their_tokens(
     models: Any, head: Head, tree: TokenTree | None, monkeypatch: pytest.MonkeyPatch
@@ -269,16 +296,16 @@ def test_rows_have_the_states_before_their_tokens(
     hf, loaded = models
     texts = {n: [*prompt_of(8, 33), *prompt_of(n, 1 + 9 * n)] for n in range(3)}
     seen: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []  # text, places, tokens and features
-    first = type(head).first
 
-    def watched(self: Head, batch: Batch, features: torch.Tensor, cache: KVCache) -> Any:
+    def watched(passing: Any, self: Head, batch: Batch, features: torch.Tensor, cache: KVCache) -> Any:
         (target,) = harness.engine.scheduler.sequences.values()
         text = list(target.sequence.tokens)
         places = batch.positions.tolist() if self.layers else [len(text) - 1]
         seen.append((text, places, batch.token_ids.tolist(), features.clone()))
-        return first(self, batch, features, cache)
+        return passing(self, batch, features, cache)
 
-    monkeypatch.setattr(type(head), "first", watched)
+    for name in ("first", "fill"):
+        monkeypatch.setattr(type(head), name, partialmethod_of(watched, getattr(type(head), name)))
     harness = TargetHarness.of(loaded, max_rows=13, head=head, tree=tree)
     for number, prompt in texts.items():
         harness.send(asked(number, prompt, head, max_tokens=24), Credit(number, 1 << 20, 3))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +49,18 @@ from outrider.target_service.sequence import HeadChain, TargetSequence
 log = logging.getLogger(__name__)
 
 
+class _Waiting(NamedTuple):
+    """Rows that no pass has computed yet, from a place on."""
+
+    first: int
+    states: list[Tensor]  # [rows, taps, hidden] each, of the positions before
+
+    @property
+    def end(self) -> int:
+        """The place behind them."""
+        return self.first + sum(map(len, self.states))
+
+
 @dataclass(slots=True)
 class _Line:
     """What one sequence computes and draws after a step."""
@@ -60,7 +72,7 @@ class _Line:
     end: int  # after its last one
     count: int  # tokens to draw
     keeps: bool  # what the head computes has places in the cache
-    waiting: Tensor | None = None  # states of its first rows where these are of steps before, [rows, taps, hidden]
+    waiting: _Waiting | None = None  # of its first rows, where these are of steps before
     number: int = 0  # of the chain
     drawn: list[DraftedToken] = field(default_factory=list)
     tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
@@ -175,7 +187,7 @@ class HeadDrafter(EnginePart):
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
-        self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
+        self._waiting: WeakKeyDictionary[TargetSequence, _Waiting] = WeakKeyDictionary()
         self.captured: DeviceHead | None = None  # None: every pass is launched
 
     def measured(self, costs: StepProfile, context_us: float) -> None:
@@ -205,7 +217,7 @@ class HeadDrafter(EnginePart):
         if self._runner.hidden_states is None:
             raise ValueError(f"the target taps no layer; {self.head.name} reads {list(self.head.taps)}")
         states = self._runner.hidden_states[..., : self.head.hidden_size]  # [rows, taps, hidden]
-        lines = list(self._lines(step))
+        lines = list(self._lines(step, states))
         self._keep_ends(lines, states)
         lines = [line for line in lines if line.first < line.end and (self.head.layers or line.count)]  # with rows
         lines = [line for line in lines if not self._waits(line, states)]
@@ -261,8 +273,8 @@ class HeadDrafter(EnginePart):
             line.target.head_chain = HeadChain(line.number, draft_us)
             self.num_drafted += len(piece.ids)
 
-    def _lines(self, step: ComputedStep) -> Iterator[_Line]:
-        """Sequences that live on, with the rows whose position before is certain."""
+    def _lines(self, step: ComputedStep, states: Tensor) -> Iterator[_Line]:
+        """Sequences that live on, with the rows whose position before is certain, but for those whose row can wait."""
         offsets = accumulate((scheduled.num_rows for scheduled in step.scheduled), initial=0)
         for scheduled, offset in zip(step.scheduled, offsets, strict=False):
             target = scheduled.target
@@ -270,6 +282,8 @@ class HeadDrafter(EnginePart):
                 continue
             end = target.sequence.num_computed_tokens + 1
             count = self._count(target) if scheduled.samples else 0
+            if not count and self._waits_on(scheduled, states[offset : offset + 1]):
+                continue
             if not self.head.layers:
                 line = _Line(target, scheduled, offset, end - 1, end, count, False, number=target.next_chain)
             else:
@@ -285,9 +299,21 @@ class HeadDrafter(EnginePart):
 
     def _take_waiting(self, line: _Line) -> None:
         """The rows that wait come first. Where its blocks were taken meanwhile, they are none that are wanted."""
-        waiting, begin = self._waiting.pop(line.target, None), line.target.head_end
-        if waiting is not None and begin and begin + len(waiting) == line.first:
-            line.waiting, line.first = waiting, begin
+        waiting = self._waiting.pop(line.target, None)
+        if waiting is not None and waiting.first == line.target.head_end and waiting.end == line.first:
+            line.waiting, line.first = waiting, waiting.first
+
+    def _waits_on(self, scheduled: ScheduledSequence, state: Tensor) -> bool:  # [1, taps, hidden]
+        """Whether the step's row waits with those before it, within a block: what plain decoding costs of a head, all
+        but a step a block."""
+        target, computed = scheduled.target, scheduled.target.sequence.num_computed_tokens
+        waiting = self._waiting.get(target) if scheduled.num_rows == 1 else None
+        if waiting is None or waiting.first != target.head_end or waiting.end != computed:
+            return False
+        if waiting.first < computed // self._runner.block_size * self._runner.block_size:
+            return False
+        waiting.states.append(state.clone())
+        return True
 
     def _waits(self, line: _Line, states: Tensor) -> bool:
         """Whether the rows can wait for those of the next step: nothing is drawn, and no block of the cache, which
@@ -296,7 +322,8 @@ class HeadDrafter(EnginePart):
         num_full = line.target.sequence.num_computed_tokens // size
         waits = line.keeps and not line.count and line.scheduled.num_rows == 1 and line.first >= num_full * size
         if waits:
-            self._waiting[line.target], line.target.head_end = self._features([line], states), line.first
+            held = _Waiting(line.first, [self._features([line], states)])
+            self._waiting[line.target], line.target.head_end = held, line.first
         return waits
 
     def _first(self, scheduled: ScheduledSequence) -> int:
@@ -346,7 +373,7 @@ class HeadDrafter(EnginePart):
         rows: list[int] = []
         found: list[int] = []  # rows of places behind a found block
         blocks: list[int] = []  # that end before them
-        waited: list[tuple[int, Tensor]] = []  # rows of steps before, and where they begin
+        waited: list[tuple[int, _Waiting]] = []  # rows of steps before, and where they begin
         for line in lines:
             if line.waiting is not None:
                 waited.append((len(rows), line.waiting))
@@ -358,11 +385,16 @@ class HeadDrafter(EnginePart):
         if found:
             features[index_on(found, device)] = self._ends[index_on(blocks, device)]
         for start, before in waited:
-            features[start : start + len(before)] = before
+            features[start : start + before.end - before.first] = torch.cat(before.states)
         return features
 
     def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
-        """One pass a depth, for all that draw so deep; for trees others than for chains."""
+        """One pass a depth, for all that draw so deep; for trees others than for chains. Where nobody draws, what is
+        kept alone."""
+        if self.captured is None and not any(line.count for line in lines):
+            entries, size = [line.first_entry() for line in lines], self._runner.block_size
+            self.head.fill(build_batch(entries, size, states.device), self._features(lines, states), self._cache)
+            return
         if self.head.mask is not None:
             self._draft_at_once(lines, states, self.head.mask)
             return

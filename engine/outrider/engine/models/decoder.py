@@ -82,22 +82,9 @@ class DecoderLayer:
         """Stores the rows' keys and values; returns what this block adds to the residual stream, and the stream without
         it: the next norm adds it on its way."""
         config, invariant = self._config, self._batch_invariant
-        eps, num_heads = config.rms_norm_eps, config.num_heads + 2 * config.num_kv_heads
+        eps = config.rms_norm_eps
 
-        qkv = self._qkv(normed)
-        if adapters is not None:
-            adapters.add("qkv", qkv, normed)
-        heads = qkv.view(-1, num_heads, config.head_dim)
-        query = store_kv_rotary(
-            heads,
-            rotary,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            qk_norm=self._qk_norm,
-            eps=eps,
-            batch_invariant=invariant,
-        )
+        query = self.store(normed, rotary, slot_mapping, key_cache, value_cache, adapters)
         scale, softcap = config.attention_scale, config.attention_softcap
         attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
         output = self._output(attended.flatten(1))
@@ -117,6 +104,31 @@ class DecoderLayer:
         if self._down_norm is not None:
             down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)
         return down, residual
+
+    def store(
+        self,
+        normed: Tensor,  # [rows, inputs of qkv]
+        rotary: tuple[Tensor, Tensor],  # [rows, 1, head_dim] each
+        slot_mapping: Tensor,  # [rows]
+        key_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        value_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:  # [rows, heads, head_dim]
+        """Stores the rows' keys and values; returns the queries."""
+        config = self._config
+        qkv = self._qkv(normed)
+        if adapters is not None:
+            adapters.add("qkv", qkv, normed)
+        return store_kv_rotary(
+            qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
+            rotary,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            qk_norm=self._qk_norm,
+            eps=config.rms_norm_eps,
+            batch_invariant=self._batch_invariant,
+        )
 
 
 class _Layer:

@@ -66,6 +66,9 @@ class Head(Protocol):
         logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]. A static batch may
         be captured."""
 
+    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+        """Stores what `first` would of these rows, for those behind them: nothing is drafted yet."""
+
     def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """The rows of drafted tokens: the `depth`-th drafted one from 1 on; state: [rows, width], of the row before.
         Behind a tree's nodes that are computed again stand those of that depth, which want logits. Returns the same of

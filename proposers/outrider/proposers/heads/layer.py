@@ -67,6 +67,15 @@ class LayerHead(ABC):
         hidden = self._pass(batch, self.features_to_state(features), cache)
         return self.leave(hidden[batch.logit_rows])
 
+    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+        """Shapes: `Head.fill`. A lone layer's keys and values are made of its own inputs: nothing is attended to."""
+        state = self.features_to_state(features)
+        if self._further:
+            self._pass(batch, state, cache)
+            return
+        normed, _, rotary = self._entered(batch, state)
+        self._block.store(normed, rotary, batch.slot_mapping, cache.keys[0], cache.values[0])
+
     def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.next`."""
         return self.leave(self._pass(batch, state, cache)[batch.logit_rows])
@@ -74,11 +83,8 @@ class LayerHead(ABC):
     def _pass(
         self, batch: Batch | StaticBatch, state: Tensor, cache: KVCache
     ) -> Tensor:  # [rows, width] -> [rows, hidden]
-        positions = batch.positions - 1
-        plan = self._plan(batch, cache.block_size, state.dtype)
-        normed, residual = self.enter(F.embedding(batch.token_ids, self._embeddings), state, positions)
-        rotary = self._cos[positions], self._sin[positions]
-        slots = batch.slot_mapping
+        plan, slots = self._plan(batch, cache.block_size, state.dtype), batch.slot_mapping
+        normed, residual, rotary = self._entered(batch, state)
         update, residual = self._block.forward(normed, residual, rotary, plan, slots, cache.keys[0], cache.values[0])
         for index, (weight, block) in enumerate(self._further, start=1):
             normed, residual = add_rms_norm(update, residual, weight, self.config.rms_norm_eps)
@@ -86,6 +92,13 @@ class LayerHead(ABC):
                 normed, residual, rotary, plan, slots, cache.keys[index], cache.values[index]
             )
         return residual + update
+
+    def _entered(
+        self, batch: Batch | StaticBatch, state: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # [rows, inputs], [rows, hidden], [rows, 1, head_dim] each
+        positions = batch.positions - 1
+        normed, residual = self.enter(F.embedding(batch.token_ids, self._embeddings), state, positions)
+        return normed, residual, (self._cos[positions], self._sin[positions])
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, dtype: torch.dtype) -> AttentionPlan:
         window, longest = self.config.sliding_windows[0], self.config.max_model_len

@@ -84,6 +84,9 @@ class MedusaHead:
         """Of the last hidden state alone. Shapes: `Head.first`."""
         return self.next(0, batch, features[batch.logit_rows, 0], cache)
 
+    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+        """Nothing: it looks at no row before."""
+
     def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """What is drafted before plays no part. Shapes: `Head.next`."""
         hidden = state

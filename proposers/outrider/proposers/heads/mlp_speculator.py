@@ -96,6 +96,9 @@ class MlpSpeculatorHead:
         state = normed(state) / math.sqrt(2) if self._scale_input else state
         return self._stage(0, batch.token_ids[batch.logit_rows], state)
 
+    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+        """Nothing: it looks at no row before."""
+
     def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.next`."""
         return self._stage(depth, batch.token_ids, state)
