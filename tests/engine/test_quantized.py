@@ -160,7 +160,7 @@ def test_gptq(bits: int, form: str, group: int, desc_act: bool) -> None:
         group_of = group_of[torch.randperm(inputs, generator=generator)]
     stored = {
         "qweight": packed_gptq(codes, bits),
-        "qzeros": packed_gptq((zeros - (form == "gptq")).t(), bits).t().contiguous(),
+        "qzeros": packed_gptq((zeros - int(form == "gptq")).t(), bits).t().contiguous(),
         "scales": scales,
         "g_idx": group_of.int(),
     }

@@ -17,7 +17,8 @@ ROWS, BLOCKS = 5, 3
 def test_numbers_are_the_librarys(name: str) -> None:
     block, num_bytes = next((kind.block, kind.num_bytes) for kind in KINDS.values() if kind.name == name)
     raw = np.random.default_rng(len(name)).integers(0, 256, (ROWS, BLOCKS * num_bytes), dtype=np.uint8)
-    theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    with np.errstate(all="ignore"):  # infinite scales, and none
+        theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     found = decode(name, torch.from_numpy(raw)).numpy()
     assert found.shape == (ROWS, BLOCKS * block)
     assert np.array_equal(found, theirs, equal_nan=True)
