@@ -212,7 +212,7 @@ def test_an_end_that_is_none_beside_others(tmp_path: Path) -> None:
     added = backend.get_added_tokens_decoder()
     assert [added[first + at].special for at in range(4)] == [True, False, True, False]
     backend, _, generation = load(tmp_path, with_tokens("<|tool_response>"))
-    assert generation["eos_token_id"] == [2, 3, first]  # </s> by its role
+    assert generation["eos_token_id"] == [3, first]
     assert backend.encode("</s>").ids[-1] != 2
 
 
