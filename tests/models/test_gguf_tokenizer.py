@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -302,10 +301,14 @@ def test_what_is_wrong_is_named_at_once(tmp_path: Path, changes: dict[str, Any],
     assert time.monotonic() - begin < 1
 
 
-def test_neither_torch_nor_transformers_is_loaded() -> None:
-    told = "import outrider.gguf.tokenizer, sys; print({'torch', 'transformers'} & sys.modules.keys())"
-    asked = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
-    assert asked.stdout.strip() == "set()"
+@pytest.mark.parametrize(("bound", "most"), [("tokenizer.MOST_MERGES", 100), ("vocabulary.MOST_TOKENS", 800)])
+def test_what_is_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    monkeypatch.setattr(f"outrider.gguf.{bound}", most)
+    with pytest.raises(WrongGguf, match=r"tokenizer\.ggml\.tokens: has .*" + str(most)):
+        load(tmp_path, small_vocabulary())
+    if "MERGES" in bound:
+        with pytest.raises(WrongGguf, match=r"tokenizer\.ggml\.merges: has .*at most 100"):
+            load(tmp_path, byte_level_vocabulary("qwen2"))
 
 
 def write_golden(folder: Path) -> None:
