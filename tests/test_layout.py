@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client"},
     "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},
     "pairs": set(),
+    "gguf": set(),
     "training": MODEL | RPC | {"pairs", "cli"},
 }
 TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
@@ -48,6 +49,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "engine": {"grpc"},
     "gateway": {"torch"},
     "client": {"torch", "transformers"},
+    "gguf": {"torch", "transformers"},
 }
 # Who may know protobuf; everybody else sees dataclasses.
 KNOWS_PROTOBUF = (

@@ -1,13 +1,13 @@
 """Tokenizers of GGUF files beside a plain reading of sentencepiece's rule, and beside ids that llama.cpp gave.
 
-LLAMA_CPP are of its commit 0ce8cd11 (`pip install llama-cpp-py-sync==0.11739`) for the files that this test writes,
-loaded with vocab_only: `llama_tokenize(vocab, text, add_special=True, parse_special=True)`."""
+data/llama_cpp_ids.json has those, of llama.cpp's commit 86a2835 for GOLDEN_TEXTS and the files that this test writes:
+`python tests/models/test_gguf_tokenizer.py FOLDER` writes them and the texts, and `python3 llama_cpp_ids.py
+FOLDER/texts.json FOLDER/*.gguf` calls `llama_tokenize(vocab, text, add_special=True, parse_special=True)`."""
 
 from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,22 @@ from typing import Any
 import pytest
 from support.gguf_files import Typed, write_gguf
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gguf.header import WrongGguf, read_gguf
 from outrider.gguf.pre_tokenizers import PRE_TOKENIZERS
 from outrider.gguf.tokenizer import generation_config, tokenizer_files
-from outrider.pairs import pair_path
 
 ALPHABET = "▁abcdeé世\n<>0xA"
 SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<end_of_turn>": 3, "   ": 4, "\n\n": 4, "\n\n\n\n": 4, "<abc>": 4}
 NORMAL, BYTE = 1, 6
-GOLDEN_TEXTS = ("I'LL pay 12345 €\n\n  if (a&&b) {x2--;}", "Ünïcode\u2019s नमस्ते 世界\t<|im_end|>    x\r\n y ")
-LLAMA_CPP: dict[str, list[list[int]]] = {}
+GOLDEN_TEXTS = (
+    "I'LL pay 12345 €\n\n  if (a&&b) {x2--;}",
+    "Ünïcode\u2019s 世界。\t<|im_end|>    x\r\n y ",
+    "don't WON'T 'tis x_y/z/\n\n\t٣٤ a1b22 …!? camelCase",
+)
+LLAMA_CPP: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "data/llama_cpp_ids.json").read_text())
 CONTENT = (
     "ab",
     "cab",
@@ -79,24 +83,30 @@ def of_a_llama(num_tokens: int) -> dict[str, Any]:
 
 
 def byte_level_vocabulary(pre: str) -> dict[str, Any]:
-    """The metadata of the embedded pair's own vocabulary, whose text is cut as another model's."""
-    layout = json.loads((Path(pair_path().target) / "tokenizer.json").read_text(encoding="utf-8"))
-    vocab: dict[str, int] = layout["model"]["vocab"]
-    texts = [*sorted(vocab, key=vocab.__getitem__), "<|im_end|>", "   ", "\n\n\n"]
-    kinds = [NORMAL] * len(texts)
-    for added in layout["added_tokens"]:
-        kinds[added["id"]] = 3
-    kinds[-3:] = 3, 4, 4
+    """The metadata of a byte-level vocabulary that joins whatever stands beside one another in the golden texts, so
+    that each cut between them shows."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    spelt = [spell(text)[0][0] for text in GOLDEN_TEXTS]
+    pairs = list(dict.fromkeys(pair for text in spelt for pair in pairwise(text)))
+    pairs += [(first + second, second) for first, second in pairs if first == second]  # of three
+    special = {"<|endoftext|>": 3, "<|im_end|>": 3, "   ": 4, "\n\n\n": 4}
+    texts = list(dict.fromkeys([*letters, *map("".join, pairs), *special]))
     return {
         **of_a_llama(len(texts)),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": Typed("i32", kinds),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in layout["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.token_type": Typed("i32", [special.get(text, NORMAL) for text in texts]),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
+        "tokenizer.ggml.bos_token_id": texts.index("<|endoftext|>"),
+        "tokenizer.ggml.eos_token_id": texts.index("<|endoftext|>"),
     }
+
+
+def golden_vocabulary(name: str) -> dict[str, Any]:
+    """By the name of its way to cut text."""
+    return small_vocabulary() if name == "sentencepiece" else byte_level_vocabulary(name)
 
 
 def load(folder: Path, metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any], dict[str, Any]]:
@@ -178,19 +188,19 @@ def test_every_cut_loses_nothing(tmp_path: Path, name: str) -> None:
         assert backend.decode(ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("name", LLAMA_CPP)
+@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "sentencepiece"])
 def test_ids_are_llama_cpps(tmp_path: Path, name: str) -> None:
-    metadata = small_vocabulary() if name == "sentencepiece" else byte_level_vocabulary(name)
-    backend, _, _ = load(tmp_path, metadata)
+    backend, _, _ = load(tmp_path, golden_vocabulary(name))
     assert [backend.encode(text).ids for text in GOLDEN_TEXTS] == LLAMA_CPP[name]
 
 
 def test_all_ends_of_an_answer_are_told(tmp_path: Path) -> None:
     _, config, generation = load(tmp_path, small_vocabulary() | {"tokenizer.ggml.eot_token_id": 300})
     assert generation == {"eos_token_id": [2, 3, 300], "bos_token_id": 1}  # by role, by text and by key
-    _, config, generation = load(tmp_path, byte_level_vocabulary("qwen2"))
-    im_end = byte_level_vocabulary("qwen2")["tokenizer.ggml.tokens"].index("<|im_end|>")
-    assert generation == {"eos_token_id": [0, im_end], "bos_token_id": 0}
+    metadata = byte_level_vocabulary("qwen2")
+    _, config, generation = load(tmp_path, metadata)
+    end, im_end = map(metadata["tokenizer.ggml.tokens"].index, ("<|endoftext|>", "<|im_end|>"))
+    assert generation == {"eos_token_id": [end, im_end], "bos_token_id": end}
     assert not config["add_bos_token"] and config["eos_token"] == "<|endoftext|>" and "pad_token" not in config
 
 
@@ -212,13 +222,14 @@ def test_an_end_that_is_none_beside_others(tmp_path: Path) -> None:
     added = backend.get_added_tokens_decoder()
     assert [added[first + at].special for at in range(4)] == [True, False, True, False]
     backend, _, generation = load(tmp_path, with_tokens("<|tool_response>"))
-    assert generation["eos_token_id"] == [2, 3, first]  # </s> by its role
+    assert generation["eos_token_id"] == [3, first]
     assert backend.encode("</s>").ids[-1] != 2
 
 
 def test_what_surrounds_a_text_is_as_the_file_says(tmp_path: Path) -> None:
     both = small_vocabulary() | {"tokenizer.ggml.add_eos_token": True}
-    assert load(tmp_path, both)[0].encode("a").ids[::2] == [1, 2]
+    ids = load(tmp_path, both)[0].encode("a").ids
+    assert (ids[0], ids[-1]) == (1, 2)
     none = small_vocabulary() | {"tokenizer.ggml.add_bos_token": False}
     assert 1 not in load(tmp_path, none)[0].encode("a").ids
 
@@ -290,7 +301,23 @@ def test_what_is_wrong_is_named_at_once(tmp_path: Path, changes: dict[str, Any],
     assert time.monotonic() - begin < 1
 
 
-def test_neither_torch_nor_transformers_is_loaded() -> None:
-    told = "import outrider.gguf.tokenizer, sys; print({'torch', 'transformers'} & sys.modules.keys())"
-    asked = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
-    assert asked.stdout.strip() == "set()"
+@pytest.mark.parametrize(("bound", "most"), [("tokenizer.MOST_MERGES", 100), ("vocabulary.MOST_TOKENS", 800)])
+def test_what_is_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    monkeypatch.setattr(f"outrider.gguf.{bound}", most)
+    with pytest.raises(WrongGguf, match=r"tokenizer\.ggml\.tokens: has .*" + str(most)):
+        load(tmp_path, small_vocabulary())
+    if "MERGES" in bound:
+        with pytest.raises(WrongGguf, match=r"tokenizer\.ggml\.merges: has .*at most 100"):
+            load(tmp_path, byte_level_vocabulary("qwen2"))
+
+
+def write_golden(folder: Path) -> None:
+    """What llama.cpp is asked about."""
+    folder.mkdir(exist_ok=True)
+    (folder / "texts.json").write_text(json.dumps(GOLDEN_TEXTS))
+    for name in [*PRE_TOKENIZERS, "sentencepiece"]:
+        write_gguf(folder / f"{name}.gguf", golden_vocabulary(name))
+
+
+if __name__ == "__main__":
+    write_golden(Path(sys.argv[1]))

@@ -19,8 +19,10 @@ from outrider.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from outrider.gguf.vocabulary import PREFIX, TOKENS, GgufVocabulary, TokenKind, read_vocabulary, wrong_key
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
-MOST_MERGES = 1 << 22
-MOST_CUTTING = 1 << 28  # the sum of squares of the lengths of texts, which is what looking for all their cuts takes
+MOST_MERGES = 1 << 21  # four times Gemma 3's
+MOST_CUTTING = (
+    1 << 26
+)  # six times Gemma 3's: the sum of squares of the lengths of texts, which is what looking for all their cuts takes
 SPACE = "▁"
 MODEL, PRE, MERGES = PREFIX + "model", PREFIX + "pre", PREFIX + "merges"
 ADD_BOS, ADD_EOS = PREFIX + "add_bos_token", PREFIX + "add_eos_token"
@@ -149,12 +151,12 @@ def _implied_merges(header: GgufHeader, vocabulary: GgufVocabulary) -> list[tupl
     ids, scores = vocabulary.ids, vocabulary.scores
     if sum(len(text) ** 2 for text in ids) > MOST_CUTTING:
         raise wrong_key(header, TOKENS, "has texts that are too long")
+    texts = tuple(ids)  # of which pairs are made: no text is held twice
     merges: list[tuple[str, str]] = []
-    for text in sorted(ids, key=lambda text: -scores[ids[text]]):  # of one score in the order of ids
+    for text in sorted(texts, key=lambda text: -scores[ids[text]]):  # of one score in the order of ids
         for cut in range(len(text) - 1, 0, -1):
-            pair = text[:cut], text[cut:]
-            if pair[0] in ids and pair[1] in ids:
-                merges.append(pair)
+            if (first := ids.get(text[:cut])) is not None and (second := ids.get(text[cut:])) is not None:
+                merges.append((texts[first], texts[second]))
         if len(merges) > MOST_MERGES:
             raise wrong_key(header, TOKENS, f"has more than {MOST_MERGES} pairs that make a token")
     return merges
@@ -164,15 +166,14 @@ def _add_tokens(backend: Backend, header: GgufHeader, vocabulary: GgufVocabulary
     """What is found in a text before anything else is done to it."""
     name = header.metadata.get("general.name")
     strips = isinstance(name, str) and any(part in name.lower() for part in _STRIPPING)
-    special, shown = [], []
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
     for text, kind in zip(vocabulary.ids, vocabulary.kinds, strict=True):
-        if kind not in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED):
-            continue
-        into = shown if kind == TokenKind.USER_DEFINED else special
-        rstrip = strips and text not in _NOT_STRIPPING
-        into.append(AddedToken(text, normalized=False, rstrip=rstrip, special=into is special))
-    backend.add_tokens(shown)
-    backend.add_special_tokens(special)
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED):
+            special = kind != TokenKind.USER_DEFINED
+            rstrip = strips and text not in _NOT_STRIPPING
+            added[special].append(AddedToken(text, normalized=False, rstrip=rstrip, special=special))
+    backend.add_tokens(added[False])
+    backend.add_special_tokens(added[True])
 
 
 def _around(backend: Backend, roles: Mapping[str, int]) -> processors.TemplateProcessing:
