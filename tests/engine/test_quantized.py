@@ -80,7 +80,7 @@ def scales_for(weight: Tensor, weights: dict[str, Any]) -> tuple[Tensor, Tensor 
 def compressed(weight: Tensor, form: str, weights: dict[str, Any]) -> dict[str, Tensor]:
     """What the library stores for a weight, by the local names."""
     scales, points = scales_for(weight, weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)  # type: ignore[arg-type]
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     state = {"weight": weight, "weight_scale": scales.bfloat16()}
     if points is not None:
         state["weight_zero_point"] = points
@@ -90,7 +90,7 @@ def compressed(weight: Tensor, form: str, weights: dict[str, Any]) -> dict[str, 
 
 def their_numbers(stored: dict[str, Tensor], form: str, weights: dict[str, Any]) -> Tensor:
     """The library's own reading, in float32."""
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)  # type: ignore[arg-type]
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     wide = {**stored, "weight_scale": stored["weight_scale"].float()}
     numbers: Tensor = BaseCompressor.get_value_from_registry(form).decompress(wide, scheme)["weight"]
     return numbers

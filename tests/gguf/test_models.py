@@ -17,7 +17,7 @@ from outrider.engine.loader import load_model
 from outrider.rpc.hub import locate
 
 IDS = [(7 * index + 5) % 97 for index in range(44)]
-TRANSFORMERS_READS = ("llama", "qwen2", "gemma2", "gemma3_text")  # of these; of qwen3 not the size of a head
+TRANSFORMERS_READS = ("llama", "qwen2")  # of the others not all that these files say: sizes of heads, caps
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,7 @@ def test_logits_are_the_checkpoints(family: str, kernels: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
 @pytest.mark.parametrize("family", TRANSFORMERS_READS)
 def test_quantised_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None:
-    options = {"layer_types": None} if family.startswith("gemma3") else {}
-    file, _ = as_gguf(tmp_path / "model.gguf", family, kind, **options)
+    file, _ = as_gguf(tmp_path / "model.gguf", family, kind)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
     torch.testing.assert_close(logits_of(load_model(locate(file)), IDS), hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4)
 

@@ -22,7 +22,7 @@ from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.llm.arguments import EngineArguments
-from outrider.llm.engine_choice import sees
+from outrider.llm.engine_choice import lacks
 from outrider.llm.inputs import parse_prompts
 from outrider.llm.pictures import parts_of, pictures_of
 from outrider.rpc.media import look_at
@@ -96,7 +96,7 @@ def test_keywords_of_pictures(tmp_path: Path) -> None:
     for name, value in (("limit_mm_per_prompt", 2), ("allowed_local_media_path", str(tmp_path / "absent"))):
         with pytest.raises(ValueError, match=name):
             EngineArguments.of({"model": tmp_path, name: value})
-    assert sees({"vision_config": {}}) and not sees({}) and not sees({"vision_config": None})
+    assert lacks({"vision_config": {}}) == "takes pictures" and not lacks({}) and not lacks({"vision_config": None})
 
 
 def test_our_engine_says_what_takes_them(llm: LLM) -> None:

@@ -29,7 +29,7 @@ from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.quantized.state import QuantizedState, layout_of, said_of
 from outrider.engine.sampler import OFF
 from outrider.gguf import folder as gguf_folder
-from outrider.gguf.header import GgufHeader, WrongGguf, read_gguf
+from outrider.gguf.header import WrongGguf, read_gguf, read_part
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,8 @@ def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
     one that is absent."""
     entry = weights_entry(folder, lone)
     if _is_gguf(folder / entry):
-        return _header(folder / entry).files
+        with _told():
+            return read_gguf(folder / entry).files
     if not entry.endswith(INDEX_SUFFIX):
         return (folder / entry,)
     index = read_json(folder / entry).get("weight_map")
@@ -167,9 +168,11 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == gguf_folder.SUFFIX
 
 
-def _header(path: Path) -> GgufHeader:
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with a GGUF file is a WrongCheckpoint."""
     try:
-        return read_gguf(path)
+        yield
     except WrongGguf as error:
         raise WrongCheckpoint(str(error)) from error
 
@@ -178,7 +181,8 @@ def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") ->
     """All tensors, or those whose names end so, mapped from the files, or decoded when they are asked for. Raises
     WrongCheckpoint."""
     if _is_gguf(files[0]):
-        lazy = _gguf_state(files[0])
+        with _told():
+            lazy = GgufState(read_gguf(files[0]))
         return {name: lazy[name] for name in lazy if name.endswith(ending)} if ending else lazy
     state: dict[str, Tensor] = {}
     for path in files:
@@ -200,13 +204,6 @@ def read_weights(folder: Path, files: tuple[Path, ...]) -> Mapping[str, Tensor]:
     UnsupportedModel for a way of quantising that is not served."""
     said = said_of(read_config(folder))
     return read_tensors(files) if said is None else QuantizedState(layout_of(said), read_tensors(files))
-
-
-def _gguf_state(path: Path) -> GgufState:
-    try:
-        return GgufState(_header(path))
-    except WrongGguf as error:
-        raise WrongCheckpoint(str(error)) from error
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -289,10 +286,11 @@ def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
     """Reads a file by the header of its kind. Safetensors': its length, JSON, then the contents at offsets from its
     end."""
     if _is_gguf(path):
-        for place in sorted(_header(path).tensors.values(), key=lambda place: place.start):
-            if place.path == path:
-                facts = [place.name, place.kind.name, list(place.shape)]
-                yield facts, pool.submit(_hash_range, path, place.start, place.start + place.num_bytes)
+        with _told():
+            _, places = read_part(path)
+        for place in places:
+            facts = [place.name, place.kind.name, list(place.shape)]
+            yield facts, pool.submit(_hash_range, path, place.start, place.start + place.num_bytes)
         return
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

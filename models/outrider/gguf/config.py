@@ -149,7 +149,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def architecture_of(header: GgufHeader) -> Architecture:
     """Raises WrongGguf for one that our decoder does not compute."""
     name = header.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
         raise WrongGguf(f"{header.files[0]}: general.architecture: is {name!r:.60}; allowed: {allowed}")
     return ARCHITECTURES[name]

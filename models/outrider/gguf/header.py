@@ -86,7 +86,7 @@ class GgufHeader:
 
 def read_gguf(path: Path) -> GgufHeader:
     """The header of a model, of all its files where it is split. Raises WrongGguf."""
-    metadata, places = _read_file(path)
+    metadata, places = read_part(path)
     count = metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MOST_FILES:
         raise WrongGguf(f"{path}: split.count: is {count!r:.40}; allowed: 0 to {MOST_FILES}")
@@ -94,7 +94,7 @@ def read_gguf(path: Path) -> GgufHeader:
         return GgufHeader(metadata, _by_name([places]), (path,))
     files, parts = _split_files(path, count), [places]
     for number, file in enumerate(files[1:], start=1):
-        of_part, places = _read_file(file)
+        of_part, places = read_part(file)
         if (of_part.get("split.no"), of_part.get("split.count")) != (number, count):
             raise WrongGguf(f"{file}: is not part {number + 1} of {count}")
         parts.append(places)
@@ -124,7 +124,8 @@ def _by_name(parts: Sequence[Sequence[TensorPlace]]) -> dict[str, TensorPlace]:
     return found
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], list[TensorPlace]]:
+def read_part(path: Path) -> tuple[dict[str, Any], list[TensorPlace]]:
+    """What one file holds, of a split model as well: its metadata and its tensors. Raises WrongGguf."""
     try:
         with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             cursor = _Cursor(path, mapped)

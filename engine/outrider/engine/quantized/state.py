@@ -21,7 +21,9 @@ KEYS = ("quantization_config", "compression_config")  # of config.json
 class Layout(Protocol):
     """How a kind of checkpoint is read."""
 
-    parts: tuple[str, ...]  # beside a module's other tensors
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Beside a module's other tensors."""
 
     def module(self, name: str) -> str | None:
         """The module of which a tensor of that name is the weight; None: of none that is quantised."""
@@ -50,7 +52,7 @@ def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def layout_of(said: Mapping[str, Any]) -> Layout:
     """Raises UnsupportedModel for what is not served, by name."""
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if method not in LAYOUTS:
+    if not isinstance(method, str) or method not in LAYOUTS:
         allowed = ", ".join(LAYOUTS)
         raise UnsupportedModel(f"quantization_config: quant_method: is {method!r:.60}; allowed: {allowed}")
     return LAYOUTS[method](said)
