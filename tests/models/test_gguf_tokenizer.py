@@ -47,6 +47,7 @@ CONTENT = (
     "<s>",
     "</s>",
     "<abc>",
+    "<unk>",
     "<0x0A>",
     "😀",
     "ü",
@@ -84,14 +85,14 @@ def of_a_llama(num_tokens: int) -> dict[str, Any]:
 
 def byte_level_vocabulary(pre: str) -> dict[str, Any]:
     """The metadata of a byte-level vocabulary that joins whatever stands beside one another in the golden texts, so
-    that each cut between them shows."""
+    that each cut between them shows. No merges lead to two of its words."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     spelt = [spell(text)[0][0] for text in GOLDEN_TEXTS]
     pairs = list(dict.fromkeys(pair for text in spelt for pair in pairwise(text)))
     pairs += [(first + second, second) for first, second in pairs if first == second]  # of three
     special = {"<|endoftext|>": 3, "<|im_end|>": 3, "   ": 4, "\n\n\n": 4}
-    texts = list(dict.fromkeys([*letters, *map("".join, pairs), *special]))
+    texts = list(dict.fromkeys([*letters, *map("".join, pairs), "Ġpay", "ĠWON", *special]))
     return {
         **of_a_llama(len(texts)),
         "tokenizer.ggml.model": "gpt2",
@@ -256,7 +257,7 @@ def test_phi_3_takes_the_spaces_after_its_special_tokens(tmp_path: Path) -> None
 def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
     metadata = byte_level_vocabulary("gpt-2")
     merges = metadata["tokenizer.ggml.merges"]
-    twice = load(tmp_path, metadata | {"tokenizer.ggml.merges": [*merges, *merges[:50]]})[0]
+    twice = load(tmp_path, metadata | {"tokenizer.ggml.merges": [*merges, *reversed(merges)]})[0]
     once = load(tmp_path, metadata)[0]
     assert [twice.encode(text).ids for text in GOLDEN_TEXTS] == [once.encode(text).ids for text in GOLDEN_TEXTS]
 
@@ -284,7 +285,10 @@ def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unheard"}, "pre: is 'unheard'; allowed: llama-bpe,"),
         ({"tokenizer.ggml.model": "gpt2"}, "tokenizer.ggml.merges: allowed: an array of texts"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}, "merges: has 'a b', which does not make"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["ab"]}, "merges: has 'ab', which does not make"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["aaa", "aa"], "tokenizer.ggml.merges": ["aaa"]},
+            "merges: has 'aaa', which does not make",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_at_once(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

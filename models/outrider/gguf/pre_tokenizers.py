@@ -71,7 +71,8 @@ class PreTokenizer:
 def _rows() -> Iterator[tuple[str, PreTokenizer]]:
     llama3 = PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True)
     yield "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", llama3
-    yield "dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))
+    yield "glm4", PreTokenizer((_LLAMA3,), ignores_merges=True)
+    yield "dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))
     yield "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 solar-open kormo", PreTokenizer((_QWEN2,))
     yield "qwen35", PreTokenizer((_QWEN35,))
     yield "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat exaone4 mellum a.x-4.0", PreTokenizer((_GPT2,))

@@ -146,15 +146,14 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Backend:
 
 
 def _implied_merges(header: GgufHeader, vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, in the order of its score. Of one token's pairs that with the longest
-    first part comes first, which is that further left where two of them share a token."""
+    """All pairs of tokens that make a token, in the order of its score."""
     ids, scores = vocabulary.ids, vocabulary.scores
     if sum(len(text) ** 2 for text in ids) > MOST_CUTTING:
         raise wrong_key(header, TOKENS, "has texts that are too long")
     texts = tuple(ids)  # of which pairs are made: no text is held twice
     merges: list[tuple[str, str]] = []
     for text in sorted(texts, key=lambda text: -scores[ids[text]]):  # of one score in the order of ids
-        for cut in range(len(text) - 1, 0, -1):
+        for cut in range(1, len(text)):
             if (first := ids.get(text[:cut])) is not None and (second := ids.get(text[cut:])) is not None:
                 merges.append((texts[first], texts[second]))
         if len(merges) > MOST_MERGES:
