@@ -28,7 +28,6 @@ _TEKKEN = rf"{_UP_THEN_LOW[0]}|{_UP_THEN_LOW[1]}|\p{{N}}|{_SYMBOLS_SLASH}|{_SPAC
 _GPT4O = (
     rf"{_UP_THEN_LOW[0]}{_CONTRACTIONS}?|{_UP_THEN_LOW[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SYMBOLS_SLASH}|{_SPACES}"
 )
-_BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+"
 _SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"  # and Korean, and what lies between
 _DEEPSEEK3 = (
@@ -73,7 +72,8 @@ def _rows() -> Iterator[tuple[str, PreTokenizer]]:
     yield "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", llama3
     yield "glm4", PreTokenizer((_LLAMA3,), ignores_merges=True)
     yield "dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))
-    yield "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 solar-open kormo", PreTokenizer((_QWEN2,))
+    qwen2 = "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 solar-open kormo bailingmoe bailingmoe2 llada-moe"
+    yield qwen2, PreTokenizer((_QWEN2,))
     yield "qwen35", PreTokenizer((_QWEN35,))
     yield "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat exaone4 mellum a.x-4.0", PreTokenizer((_GPT2,))
     yield "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", _GPT2))
@@ -84,7 +84,6 @@ def _rows() -> Iterator[tuple[str, PreTokenizer]]:
     yield "deepseek-llm", PreTokenizer(_DEEPSEEK)
     yield "deepseek-coder", PreTokenizer(_DEEPSEEK_CODER)
     yield "deepseek-v3 hunyuan-dense", PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3))
-    yield "bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))
     yield "seed-coder", PreTokenizer((_SEED,))
     yield "poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOP,))
     yield "viking", PreTokenizer((_NO_STOP, r"\p{N}"))
