@@ -29,10 +29,10 @@ ALPHABET = "▁abcdeé世\n<>0xA"
 SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<end_of_turn>": 3, "   ": 4, "\n\n": 4, "\n\n\n\n": 4, "<abc>": 4}
 NORMAL, BYTE = 1, 6
 GOLDEN_TEXTS = (
-    "I'LL pay 12345 €\n\n  if (a&&b) {x2--;}\n/ok",
+    "I'LL pay so 12345 €\n\n  if (a&&b) {x2--;}\n/ok",
     "Ünïcode\u2019s 世界。\t<|im_end|>    x\r\n y ",
-    "don't WON'T 'tis it'some x_y/z/\n\n\t٣٤ a1b22 …!? camelCase €  ",
-    "नमस्ते e\u0301x",  # with marks on letters
+    "don't WON'T 'tis it'some x_y/z/\n\n\t٣٤ a1b22 …!? camelCase 😀 ",
+    "नमस्ते x -+\u0300 e\u0301x",  # with marks on letters
 )
 WITHOUT_MARKS = {"tekken", "gpt-4o", "llama4", "kanana2", "minimax-m2"}  # for which llama.cpp cuts before a mark
 LLAMA_CPP: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "data/llama_cpp_ids.json").read_text())
