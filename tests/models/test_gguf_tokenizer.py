@@ -289,7 +289,12 @@ def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "gpt2"}, "tokenizer.ggml.merges: allowed: an array of texts"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}, "merges: has 'a b', which does not make"),
         (
-            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["aaa", "aa"], "tokenizer.ggml.merges": ["aaa"]},
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.tokens": ["aa", "aaa", "aaaaa"],
+                "tokenizer.ggml.scores": None,
+                "tokenizer.ggml.merges": ["aaa"],
+            },
             "merges: has 'aaa', which does not make",
         ),
     ],

@@ -3,8 +3,8 @@ checkpoint's weights. Neither torch nor transformers is needed.
 
 Two kinds are made: byte-level BPE, whose merges a file lists, and sentencepiece's ("llama"), whose merges its scores
 imply: of all neighbours whose joined text is a token, those of the highest score become it first. Ids are llama.cpp's
-but where its doing rests on positions that no order of merges knows: among tokens of one score, and where one special
-token's text runs into another's."""
+but for what `pre_tokenizers.py` says, among tokens of one score, of which llama.cpp takes the leftmost, and where one
+special token's text runs into another's, of which it takes the longer one and this the first."""
 
 from __future__ import annotations
 
