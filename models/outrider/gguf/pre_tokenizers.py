@@ -1,8 +1,8 @@
 """How text is cut before merges, by the names that `tokenizer.ggml.pre` has for it.
 
 The patterns are those of the models' own tokenizer.json files. llama.cpp, whose engine for patterns has neither cases
-nor marks of letters beyond ASCII, and no spaces among ranges, cuts otherwise in few places: for tekken and gpt-4o before
-marks and where the case changes, for deepseek-llm and deepseek-coder at spaces like U+2009 and U+3000."""
+nor marks of letters beyond ASCII, and no spaces among ranges, cuts otherwise in some places: for tekken and gpt-4o
+before marks and where the case changes, for deepseek-llm and deepseek-coder at spaces like U+2009 and U+3000."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ from outrider.gguf.vocabulary import PREFIX, TOKENS, GgufVocabulary, TokenKind, 
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 MOST_MERGES = 1 << 21  # four times Gemma 3's
-MOST_CUTTING = (
-    1 << 26
-)  # six times Gemma 3's: the sum of squares of the lengths of texts, which is what looking for all their cuts takes
+MOST_CUTTING = 1 << 26  # six times Gemma 3's: the lengths of texts squared, which is what it takes to cut each anywhere
 SPACE = "▁"
 MODEL, PRE, MERGES = PREFIX + "model", PREFIX + "pre", PREFIX + "merges"
 ADD_BOS, ADD_EOS = PREFIX + "add_bos_token", PREFIX + "add_eos_token"
