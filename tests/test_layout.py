@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "rpc": {"v1", "words", "pairs"},  # whose name stands for its folders
     "planner": {"rpc", "words"},
     "kernels": set(),
-    "engine": {"kernels", "words"},
+    "engine": {"kernels", "words", "gguf"},
     "proposers": {"kernels", "engine", "words"},
     "draft_service": MODEL | RPC | {"planner"},
     "target_service": MODEL | RPC | {"planner", "pairs"},  # --expand builds a large network from a small one

@@ -29,10 +29,12 @@ ALPHABET = "▁abcdeé世\n<>0xA"
 SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<end_of_turn>": 3, "   ": 4, "\n\n": 4, "\n\n\n\n": 4, "<abc>": 4}
 NORMAL, BYTE = 1, 6
 GOLDEN_TEXTS = (
-    "I'LL pay 12345 €\n\n  if (a&&b) {x2--;}",
+    "I'LL pay so 12345 €\n\n  if (a&&b) {x2--;}\n/ok",
     "Ünïcode\u2019s 世界。\t<|im_end|>    x\r\n y ",
-    "don't WON'T 'tis x_y/z/\n\n\t٣٤ a1b22 …!? camelCase",
+    "don't WON'T 'tis it'some x_y/z/\n\n\t٣٤ a1b22 …!? camelCase 😀 ",
+    "नमस्ते x -+\u0300 e\u0301x",  # with marks on letters
 )
+WITHOUT_MARKS = {"tekken", "gpt-4o", "llama4", "kanana2", "minimax-m2"}  # for which llama.cpp cuts before a mark
 LLAMA_CPP: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "data/llama_cpp_ids.json").read_text())
 CONTENT = (
     "ab",
@@ -47,6 +49,7 @@ CONTENT = (
     "<s>",
     "</s>",
     "<abc>",
+    "<unk>",
     "<0x0A>",
     "😀",
     "ü",
@@ -84,14 +87,14 @@ def of_a_llama(num_tokens: int) -> dict[str, Any]:
 
 def byte_level_vocabulary(pre: str) -> dict[str, Any]:
     """The metadata of a byte-level vocabulary that joins whatever stands beside one another in the golden texts, so
-    that each cut between them shows."""
+    that each cut between them shows. No merges lead to two of its words."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     spelt = [spell(text)[0][0] for text in GOLDEN_TEXTS]
     pairs = list(dict.fromkeys(pair for text in spelt for pair in pairwise(text)))
-    pairs += [(first + second, second) for first, second in pairs if first == second]  # of three
+    pairs += dict.fromkeys((a + b, c) for text in spelt for a, b, c in zip(text, text[1:], text[2:], strict=False))
     special = {"<|endoftext|>": 3, "<|im_end|>": 3, "   ": 4, "\n\n\n": 4}
-    texts = list(dict.fromkeys([*letters, *map("".join, pairs), *special]))
+    texts = list(dict.fromkeys([*letters, *map("".join, pairs), "Ġpay", "ĠWON", *special]))
     return {
         **of_a_llama(len(texts)),
         "tokenizer.ggml.model": "gpt2",
@@ -191,7 +194,8 @@ def test_every_cut_loses_nothing(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "sentencepiece"])
 def test_ids_are_llama_cpps(tmp_path: Path, name: str) -> None:
     backend, _, _ = load(tmp_path, golden_vocabulary(name))
-    assert [backend.encode(text).ids for text in GOLDEN_TEXTS] == LLAMA_CPP[name]
+    same = [backend.encode(text).ids == ids for text, ids in zip(GOLDEN_TEXTS, LLAMA_CPP[name], strict=True)]
+    assert same == [True, True, True, name not in WITHOUT_MARKS]
 
 
 def test_all_ends_of_an_answer_are_told(tmp_path: Path) -> None:
@@ -256,7 +260,7 @@ def test_phi_3_takes_the_spaces_after_its_special_tokens(tmp_path: Path) -> None
 def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
     metadata = byte_level_vocabulary("gpt-2")
     merges = metadata["tokenizer.ggml.merges"]
-    twice = load(tmp_path, metadata | {"tokenizer.ggml.merges": [*merges, *merges[:50]]})[0]
+    twice = load(tmp_path, metadata | {"tokenizer.ggml.merges": [*merges, *reversed(merges)]})[0]
     once = load(tmp_path, metadata)[0]
     assert [twice.encode(text).ids for text in GOLDEN_TEXTS] == [once.encode(text).ids for text in GOLDEN_TEXTS]
 
@@ -284,7 +288,15 @@ def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unheard"}, "pre: is 'unheard'; allowed: llama-bpe,"),
         ({"tokenizer.ggml.model": "gpt2"}, "tokenizer.ggml.merges: allowed: an array of texts"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}, "merges: has 'a b', which does not make"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["ab"]}, "merges: has 'ab', which does not make"),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.tokens": ["aa", "aaa", "aaaaa"],
+                "tokenizer.ggml.scores": None,
+                "tokenizer.ggml.merges": ["aaa"],
+            },
+            "merges: has 'aaa', which does not make",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_at_once(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -1,7 +1,8 @@
 """How text is cut before merges, by the names that `tokenizer.ggml.pre` has for it.
 
-The patterns are those of the models' own tokenizer.json files. Where llama.cpp has another, for an engine without
-Unicode's classes of letters (tekken, gpt-4o), this is the model's."""
+The patterns are those of the models' own tokenizer.json files. llama.cpp, whose engine for patterns has neither cases
+nor marks of letters beyond ASCII, and no spaces among ranges, cuts otherwise in some places: for tekken and gpt-4o
+before marks and where the case changes, for deepseek-llm and deepseek-coder at spaces like U+2009 and U+3000."""
 
 from __future__ import annotations
 
@@ -28,7 +29,6 @@ _TEKKEN = rf"{_UP_THEN_LOW[0]}|{_UP_THEN_LOW[1]}|\p{{N}}|{_SYMBOLS_SLASH}|{_SPAC
 _GPT4O = (
     rf"{_UP_THEN_LOW[0]}{_CONTRACTIONS}?|{_UP_THEN_LOW[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SYMBOLS_SLASH}|{_SPACES}"
 )
-_BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+"
 _SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"  # and Korean, and what lies between
 _DEEPSEEK3 = (
@@ -71,8 +71,10 @@ class PreTokenizer:
 def _rows() -> Iterator[tuple[str, PreTokenizer]]:
     llama3 = PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True)
     yield "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", llama3
-    yield "dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_LLAMA3,))
-    yield "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 solar-open kormo", PreTokenizer((_QWEN2,))
+    yield "glm4", PreTokenizer((_LLAMA3,), ignores_merges=True)
+    yield "dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))
+    qwen2 = "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan grok-2 solar-open kormo bailingmoe bailingmoe2 llada-moe"
+    yield qwen2, PreTokenizer((_QWEN2,))
     yield "qwen35", PreTokenizer((_QWEN35,))
     yield "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat exaone4 mellum a.x-4.0", PreTokenizer((_GPT2,))
     yield "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", _GPT2))
@@ -83,7 +85,6 @@ def _rows() -> Iterator[tuple[str, PreTokenizer]]:
     yield "deepseek-llm", PreTokenizer(_DEEPSEEK)
     yield "deepseek-coder", PreTokenizer(_DEEPSEEK_CODER)
     yield "deepseek-v3 hunyuan-dense", PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3))
-    yield "bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))
     yield "seed-coder", PreTokenizer((_SEED,))
     yield "poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOP,))
     yield "viking", PreTokenizer((_NO_STOP, r"\p{N}"))

@@ -3,8 +3,8 @@ checkpoint's weights. Neither torch nor transformers is needed.
 
 Two kinds are made: byte-level BPE, whose merges a file lists, and sentencepiece's ("llama"), whose merges its scores
 imply: of all neighbours whose joined text is a token, those of the highest score become it first. Ids are llama.cpp's
-but where its doing rests on positions that no order of merges knows: among tokens of one score, and where one special
-token's text runs into another's."""
+but for what `pre_tokenizers.py` says, among tokens of one score, of which llama.cpp takes the leftmost, and where one
+special token's text runs into another's, of which it takes the longer one and this the first."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from outrider.gguf.vocabulary import PREFIX, TOKENS, GgufVocabulary, TokenKind, 
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 MOST_MERGES = 1 << 21  # four times Gemma 3's
-MOST_CUTTING = (
-    1 << 26
-)  # six times Gemma 3's: the sum of squares of the lengths of texts, which is what looking for all their cuts takes
+MOST_CUTTING = 1 << 26  # six times Gemma 3's: the lengths of texts squared, which is what it takes to cut each anywhere
 SPACE = "▁"
 MODEL, PRE, MERGES = PREFIX + "model", PREFIX + "pre", PREFIX + "merges"
 ADD_BOS, ADD_EOS = PREFIX + "add_bos_token", PREFIX + "add_eos_token"
@@ -146,15 +144,14 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Backend:
 
 
 def _implied_merges(header: GgufHeader, vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, in the order of its score. Of one token's pairs that with the longest
-    first part comes first, which is that further left where two of them share a token."""
+    """All pairs of tokens that make a token, in the order of its score."""
     ids, scores = vocabulary.ids, vocabulary.scores
     if sum(len(text) ** 2 for text in ids) > MOST_CUTTING:
         raise wrong_key(header, TOKENS, "has texts that are too long")
     texts = tuple(ids)  # of which pairs are made: no text is held twice
     merges: list[tuple[str, str]] = []
     for text in sorted(texts, key=lambda text: -scores[ids[text]]):  # of one score in the order of ids
-        for cut in range(len(text) - 1, 0, -1):
+        for cut in range(1, len(text)):
             if (first := ids.get(text[:cut])) is not None and (second := ids.get(text[cut:])) is not None:
                 merges.append((texts[first], texts[second]))
         if len(merges) > MOST_MERGES:
