@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files beside a plain reading of sentencepiece's rule, and beside ids that llama.cpp gave.
 
 data/llama_cpp_ids.json has those, of llama.cpp's commit 86a2835 for GOLDEN_TEXTS and the files that this test writes:
-`python tests/models/test_gguf_tokenizer.py FOLDER` writes them and the texts, and `python3 llama_cpp_ids.py
+`python tests/gguf/test_tokenizer.py FOLDER` writes them and the texts, and `python3 llama_cpp_ids.py
 FOLDER/texts.json FOLDER/*.gguf` calls `llama_tokenize(vocab, text, add_special=True, parse_special=True)`."""
 
 from __future__ import annotations
