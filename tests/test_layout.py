@@ -22,7 +22,7 @@ SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
     "v1": set(),
     "words": set(),  # rpc.words: data alone
-    "rpc": {"v1", "words", "pairs"},  # whose name stands for its folders
+    "rpc": {"v1", "words", "pairs", "gguf"},  # whose name stands for its folders
     "planner": {"rpc", "words"},
     "kernels": set(),
     "engine": {"kernels", "words", "gguf"},

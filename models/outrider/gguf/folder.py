@@ -21,7 +21,6 @@ from typing import Any
 
 from outrider.gguf.config import config_of
 from outrider.gguf.header import SPLIT_NAME, read_gguf
-from outrider.gguf.tokenizer import generation_config, tokenizer_files
 
 SUFFIX, LINK = ".gguf", "model.gguf"
 PART = "model-{:05d}-of-{:05d}.gguf"  # links to the parts of a split model
@@ -127,6 +126,8 @@ def _make(file: Path, folder: Path, source: dict[str, Any]) -> None:
 
 
 def _write(file: Path, folder: Path, source: dict[str, Any]) -> None:
+    from outrider.gguf.tokenizer import generation_config, tokenizer_files  # loads a library: only where one is made
+
     header = read_gguf(file)
     backend, tokenizer_config = tokenizer_files(header)
     _write_json(folder / "config.json", config_of(header))
