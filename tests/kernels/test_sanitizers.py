@@ -163,8 +163,8 @@ def maybe_quantized(rng: random.Random, outputs: int, inputs: int) -> Any:
     if rng.random() < 0.3:
         span = rng.choice([span for span in (32, 64, 128, inputs) if inputs % span == 0])
         dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
-        bits = rng.choice([4, 8])
-        return by_groups(bits, outputs, inputs, span, dtype, bits == 4 and rng.random() < 0.5, seed)
+        bits = rng.choice([4, 5, 6, 8])
+        return by_groups(bits, outputs, inputs, span, dtype, rng.random() < 0.5, seed)
     kind = rng.choice([kind for kind, (block, _) in BLOCKS.items() if inputs % block == 0])
     return matrix_of(kind, random_blocks(kind, outputs, inputs, seed))
 

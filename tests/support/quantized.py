@@ -45,11 +45,10 @@ def by_groups(
 ) -> QuantizedMatrix:
     """What is stored as codes, a scale a group and maybe its zero point, as other formats have it."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(256, (outputs, inputs), generator=generator).to(torch.uint8)
-    codes = drawn.view(torch.int8) if bits == 8 else drawn & (1 << bits) - 1
-    scales = (torch.randn(outputs, inputs // span, generator=generator) * 0.02).to(dtype)
+    codes = torch.randint(1 << bits, (outputs, inputs), generator=generator).to(torch.uint8)
+    scales = (torch.randn(outputs, inputs // span, generator=generator) / (1 << bits) * 0.2).to(dtype)
     zeros = torch.randint(1 << bits, scales.shape, generator=generator).to(torch.uint8) if has_zeros else None
-    zero = 1 << bits - 1 if bits < 8 and not has_zeros else 0
+    zero = 0 if has_zeros else 1 << bits - 1
     form = Form(bits, span, dtype, zero=zero, has_zeros=has_zeros)
     whole = Codes(codes, scales, zeros=zeros)
     return QuantizedMatrix(form, (outputs, inputs), lambda start, end: whole[start:end])

@@ -280,10 +280,10 @@ def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None) -> tuple[
     if isinstance(weight, tuple):
         return _sections(weight, bias, kind)
     if isinstance(weight, QuantizedMatrix) and can_pack(weight):
-        packing, table = packing_of(weight.form)
+        packing = packing_of(weight.form)
         packed, bias = pack_quantized(weight), None if bias is None else bias.contiguous()
         matrix = Matrix(packed.data_ptr(), _address(bias), None, *weight.shape, Kind.PACKED, ctypes.pointer(packing))
-        return matrix, (packed, bias, packing, table)
+        return matrix, (packed, bias, packing)
     numbers = weight if isinstance(weight, Tensor) else weight.decode()
     kind = kind if kind is not None else Kind.HALVES if is_bfloat16(numbers) else Kind.FLOATS
     scales = row_scales(numbers) if kind is Kind.BYTES else None

@@ -67,7 +67,7 @@ def _q5_with_minima(blocks: Tensor) -> Codes:
 
 
 def _q8(blocks: Tensor) -> Codes:
-    return Codes(blocks[:, 2:].view(torch.int8), _half(blocks, 0))
+    return Codes(blocks[:, 2:] ^ 0x80, _half(blocks, 0))  # less 128 they are the integers
 
 
 def _by_parts(blocks: Tensor, codes: Tensor) -> Codes:
@@ -105,7 +105,7 @@ _KINDS: Mapping[str, tuple[int, Form, Callable[[Tensor], Codes]]] = {
     "Q4_1": (20, Form(4, BLOCK, has_minima=True), _q4_with_minima),
     "Q5_0": (22, Form(5, BLOCK, zero=16), _q5),
     "Q5_1": (24, Form(5, BLOCK, has_minima=True), _q5_with_minima),
-    "Q8_0": (34, Form(8, BLOCK), _q8),
+    "Q8_0": (34, Form(8, BLOCK, zero=128), _q8),
     "Q4_K": (144, Form(4, K_BLOCK, part=32, has_minima=True), _q4_k),
     "Q5_K": (176, Form(5, K_BLOCK, part=32, has_minima=True), _q5_k),
     "Q6_K": (210, Form(6, K_BLOCK, part=16, zero=32), _q6_k),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-MOST_BITS = 8
 CHUNK = 1 << 20  # numbers that are decoded at a time
 
 
@@ -25,16 +24,16 @@ class Form:
     dtype: torch.dtype = torch.float16  # of a span's scale and minimum: float16, bfloat16 or float32
     part: int = 0  # inputs: 16 or 32; 0: none
     has_minima: bool = False
-    zero: int = 0  # the code that stands for 0; codes of 8 bits have none
+    zero: int = 0  # the code that stands for 0
     has_zeros: bool = False  # each span its own, in its place
     table: tuple[int, ...] = ()  # what the sixteen codes of 4 bits stand for, if not for themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows of a matrix. Codes of fewer than 8 bits are not negative, those of 8 bits are signed."""
+    """Some rows of a matrix."""
 
-    codes: Tensor  # [rows, in] uint8, or int8
+    codes: Tensor  # [rows, in] uint8
     scales: Tensor  # [rows, in / span] of the form's dtype
     minima: Tensor | None = None  # the same
     part_scales: Tensor | None = None  # [rows, in / part] int8
