@@ -26,8 +26,8 @@ from outrider.kernels.cpu.decoder import (
     row_scales,
 )
 from outrider.kernels.cpu.library import cpu_library
-from outrider.kernels.cpu.memory import HUGE_PAGE
 from outrider.kernels.cpu.low_rank import PROJECTIONS, CpuAdapter, CpuAdapters, Factors
+from outrider.kernels.cpu.memory import HUGE_PAGE
 from outrider.kernels.layers.reference import int8_scales, rotary_table, through_int8, to_int8
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4

@@ -76,7 +76,11 @@ def adapter() -> CpuAdapters:
     shapes = dict(zip(PROJECTIONS, (*sizes, (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)), strict=True))
     generator = torch.Generator().manual_seed(8)
     factors = {
-        name: (torch.randn(4, inputs, generator=generator) * 0.1, torch.randn(outputs, 4, generator=generator) * 0.1, 0.5)
+        name: (
+            torch.randn(4, inputs, generator=generator) * 0.1,
+            torch.randn(outputs, 4, generator=generator) * 0.1,
+            0.5,
+        )
         for name, (outputs, inputs) in shapes.items()
     }
     bank = CpuAdapters(1, shapes)

@@ -33,7 +33,9 @@ def test_every_byte_counts(kind: str) -> None:
         changed[at, at] ^= 0x11
     found = matrix_of(kind, changed).decode()
     assert torch.equal(found, decode(kind, changed))
-    assert all(not torch.equal(row, other) for row, other in zip(found, decode(kind, stored).expand_as(found), strict=True))
+    assert all(
+        not torch.equal(row, other) for row, other in zip(found, decode(kind, stored).expand_as(found), strict=True)
+    )
 
 
 def test_plain_numbers_are_none() -> None:

@@ -25,8 +25,8 @@ SANITIZERS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefi
               "-U_FORTIFY_SOURCE")  # whose checks stand before those of the sanitizers  # fmt: skip
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
 TIMEOUT_S = 280
-# A write behind a row's end that is the longest one, a shift that C leaves undefined, and a step behind the last inputs,
-# of packed weights and of the matrix unit: each has to be seen.
+# A write behind a row's end that is the longest one, a shift that C leaves undefined, and a step behind the last
+# inputs, of packed weights and of the matrix unit: each has to be seen.
 MUTANTS = {
     "best.c": ("AddressSanitizer", "at < count; at++) best[at] = none", "at <= count; at++) best[at] = none"),
     "noise.c": ("runtime error", "(uint32_t)purpose << 28", "(uint32_t)((int32_t)(purpose + 8) << 28)"),

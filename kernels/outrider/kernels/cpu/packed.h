@@ -22,7 +22,14 @@
 #define PART_IN (STEP_IN / 2)   /* inputs that are added up before they are scaled */
 #define CODES (STEP_IN * PANEL)
 #define FETCHED_AHEAD 4096      /* bytes */
-#define FEW_ROWS 4              /* for these each code is made a number once; for more, all of a step beforehand */
+/* For these a code becomes a number where it is needed; for more rows, all of a step beforehand. */
+#if defined(__AVX512F__)
+#define FEW_ROWS 4
+#elif defined(__AVX2__)
+#define FEW_ROWS 2
+#else
+#define FEW_ROWS 1
+#endif
 
 /* Numbers that are read from memory into all lanes, which costs nothing beside: compilers would keep some in registers. */
 #define IN_MEMORY(array) __asm__("" : "+m"(array))
@@ -338,24 +345,22 @@ static void multiply_many(const Packing *packing, const char *panel, int64_t inp
     }
 }
 
-#define FEW_CASES(kind)                                                                                                \
-    case kind * 8 + 1:                                                                                                 \
-        multiply_few(kind, 1, packing, panel, inputs, x, out);                                                         \
-        break;                                                                                                         \
-    case kind * 8 + 2:                                                                                                 \
-        multiply_few(kind, 2, packing, panel, inputs, x, out);                                                         \
-        break;                                                                                                         \
-    case kind * 8 + 3:                                                                                                 \
-        multiply_few(kind, 3, packing, panel, inputs, x, out);                                                         \
-        break;                                                                                                         \
-    case kind * 8 + 4:                                                                                                 \
-        multiply_few(kind, 4, packing, panel, inputs, x, out);                                                         \
+#define FEW_CASE(kind, rows)                                                                                           \
+    case kind * 8 + rows:                                                                                              \
+        multiply_few(kind, rows, packing, panel, inputs, x, out);                                                      \
         break;
+#if FEW_ROWS == 4
+#define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2) FEW_CASE(kind, 3) FEW_CASE(kind, 4)
+#elif FEW_ROWS == 2
+#define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2)
+#else
+#define FEW_CASES(kind) FEW_CASE(kind, 1)
+#endif
 
 /* All rows times one panel. */
 static void multiply_packed(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
                             Results *out) {
-    switch (rows <= FEW_ROWS && num_groups(rows) == 1 ? packing->codes * 8 + rows : 0) {
+    switch (rows <= FEW_ROWS ? packing->codes * 8 + rows : 0) {
         FEW_CASES(BY_TABLE)
         FEW_CASES(FOUR)
         FEW_CASES(FIVE)

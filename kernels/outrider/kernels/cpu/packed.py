@@ -1,10 +1,10 @@
-"""Quantised matrices as the C kernels read them (`packed.h`): panels of 32 outputs, in them spans of inputs that share a
-scale, in them steps of 32 inputs. Their codes stay packed."""
+"""Quantised matrices as the C kernels read them (`packed.h`): panels of 32 outputs, in them spans of inputs that share
+a scale, in them steps of 32 inputs. Their codes stay packed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import Structure, c_int8, c_int64, c_void_p, cast
+from ctypes import Structure, c_int8, c_int64
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
     """Whether the kernels take it; what they do not take is decoded."""
     form, inputs = matrix.form, matrix.shape[1]
     fits = inputs % form.span == 0 and form.span % STEP == 0
-    parts = form.part in (0, STEP) or form.part == PART and not form.has_minima
+    parts = form.part in (0, STEP) or (form.part == PART and not form.has_minima)
     tabled = form.bits == 4 and not form.has_zeros and not form.zero
     return fits and parts and form.bits in (4, 5, 6, 8) and (tabled or not form.table)
 

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -70,19 +72,27 @@ INLINE octets shift_left(octets value, int by) { return (octets)((pairs)value <<
 INLINE octets shift_right(octets value, int by) { return (octets)((pairs)value >> by); }
 
 /* For each byte from 0 to 15 that of the table. */
-INLINE octets look_up(const int8_t table[16], octets at) {
 #if defined(__AVX512F__)
+INLINE octets look_up(const int8_t table[16], octets at) {
     __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)table));
     return (octets)_mm512_shuffle_epi8(entries, (__m512i)at);
+}
 #elif defined(__AVX2__)
+INLINE octets look_up(const int8_t table[16], octets at) {
     __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i_u *)table));
     return (octets)_mm256_shuffle_epi8(entries, (__m256i)at);
+}
+#elif defined(__aarch64__)
+INLINE octets look_up(const int8_t table[16], octets at) {
+    return (octets)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at);
+}
 #else
+static __attribute__((noinline)) octets look_up(const int8_t table[16], octets at) {
     octets found;
     for (int lane = 0; lane < OCTETS; lane++) found[lane] = (uint8_t)table[at[lane]];
     return found;
-#endif
 }
+#endif
 
 /* Lanes of `yes` where the mask is set, of `no` elsewhere. */
 INLINE floats choose(integers mask, floats yes, floats no) {

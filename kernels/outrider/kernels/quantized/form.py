@@ -1,5 +1,5 @@
-"""What quantised matrices have in common, however they are stored: codes of few bits, and what these stand for. A number
-is scale * (code - zero) - minimum.
+"""What quantised matrices have in common, however they are stored: codes of few bits, and what these stand for. A
+number is scale * (code - zero) - minimum.
 
 A matrix of this kind is read a few rows at a time, so that whoever lays it out holds little beside the result."""
 
