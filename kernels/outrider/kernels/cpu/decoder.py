@@ -276,7 +276,10 @@ class CpuDecoder:
 
 def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None) -> tuple[Matrix, object]:
     """A weight as the kernels read it, and what its pointers point to. `kind` is that of tensors; None: as few bits as
-    hold the numbers of each, on the processor's vectors."""
+    hold the numbers of each, on the processor's vectors. Raises ValueError for tiles beside quantised ones: rows lie
+    in one way for all of them."""
+    if kind is Kind.TILES and not isinstance(weight, Tensor):
+        raise ValueError("kind: is TILES, with quantised weights; allowed: None")
     if isinstance(weight, tuple):
         return _sections(weight, bias, kind)
     if isinstance(weight, QuantizedMatrix) and can_pack(weight):

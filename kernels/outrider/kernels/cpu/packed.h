@@ -212,12 +212,12 @@ INLINE void add_parts(const int kind, const int rows, const int first, const int
             for (int at = 0; at < VECTORS; at++) {
                 const int input = (first + part) * PART_IN + k;
                 floats weights = codes_at(kind, table, codes, input, at * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) sums[part][row][at] += all(x[input * rows + row]) * weights;
             }
 #pragma GCC unroll 2
     for (int part = 0; part < count; part++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
             for (int at = 0; at < VECTORS; at++)
@@ -346,7 +346,7 @@ static void multiply_many(const Packing *packing, const char *panel, int64_t inp
 }
 
 #define FEW_CASE(kind, rows)                                                                                           \
-    case kind * 8 + rows:                                                                                              \
+    case kind * 16 + rows:                                                                                              \
         multiply_few(kind, rows, packing, panel, inputs, x, out);                                                      \
         break;
 #if FEW_ROWS == 4
@@ -360,7 +360,7 @@ static void multiply_many(const Packing *packing, const char *panel, int64_t inp
 /* All rows times one panel. */
 static void multiply_packed(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
                             Results *out) {
-    switch (rows <= FEW_ROWS ? packing->codes * 8 + rows : 0) {
+    switch (rows <= FEW_ROWS ? packing->codes * 16 + rows : 0) {
         FEW_CASES(BY_TABLE)
         FEW_CASES(FOUR)
         FEW_CASES(FIVE)

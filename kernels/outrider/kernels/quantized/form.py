@@ -6,7 +6,7 @@ A matrix of this kind is read a few rows at a time, so that whoever lays it out 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,8 +42,14 @@ class Codes:
 
     def __getitem__(self, chosen: Tensor | slice) -> Codes:
         """Of these rows."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return Codes(*(None if part is None else part[chosen] for part in parts))
+
+        def part(numbers: Tensor | None) -> Tensor | None:
+            return None if numbers is None else numbers[chosen]
+
+        return Codes(
+            self.codes[chosen], self.scales[chosen], part(self.minima), part(self.part_scales), part(self.part_minima),
+            part(self.zeros),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
