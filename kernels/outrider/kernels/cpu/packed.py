@@ -17,7 +17,7 @@ PANEL = 32  # outputs whose weights lie together
 STEP = 32  # inputs of a step
 PART = 16  # inputs that are added up before they are scaled
 BY_TABLE = 3  # the kernels' word for codes of 4 bits that a table explains
-CHUNK = 1 << 20  # numbers that are laid out at a time
+CHUNK = 1 << 18  # numbers that are laid out at a time
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
