@@ -255,10 +255,12 @@ INLINE void multiply_few(const int kind, const int rows, const Packing *packing,
         for (int at = 0; at < VECTORS; at++) store(out[row] + at * LANES, totals[row][at]);
 }
 
-/* Adds to `out` a step's numbers, [32 inputs][32 outputs], times more rows: the sums of `multiply_few`. */
-INLINE void add_step(const int rows, const float *x, const float *codes, int64_t has_minima, const Span *span,
-                     const Step *step, Results *out) {
-    float whole[2][MOST_ROWS];
+/* Adds to `out` a step's codes, [32 inputs][32 outputs], times more rows: the sums of `multiply_few`. powers: [32] */
+INLINE void add_step(const int rows, const float *x, const float *codes, const float *powers, int64_t has_minima,
+                     const Span *span, const Step *step, Results *out) {
+    float whole[2][MOST_ROWS], scaled[STEP_IN * MOST_ROWS];
+    for (int k = 0; k < STEP_IN; k++)
+        for (int row = 0; row < rows; row++) scaled[k * rows + row] = x[k * rows + row] * powers[k];
     sum_inputs(rows, x, whole[0]), sum_inputs(rows, x + PART_IN * rows, whole[1]);
     for (int part = 0; part < 2; part++) {
         floats sums[MOST_ROWS][VECTORS] = {};
@@ -267,7 +269,7 @@ INLINE void add_step(const int rows, const float *x, const float *codes, int64_t
             for (int at = 0; at < VECTORS; at++) {
                 floats weights = load(codes + k * PANEL + at * LANES);
 #pragma GCC unroll 12
-                for (int row = 0; row < rows; row++) sums[row][at] += all(x[k * rows + row]) * weights;
+                for (int row = 0; row < rows; row++) sums[row][at] += all(scaled[k * rows + row]) * weights;
             }
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++)
@@ -286,37 +288,42 @@ INLINE void add_step(const int rows, const float *x, const float *codes, int64_t
         }
 }
 
-/* The codes of a step as numbers, [32 inputs][32 outputs]. */
+/* The codes of a step as numbers, [32 inputs][32 outputs], times 2 to the power of their place. */
 INLINE void widen_codes(const int kind, const int8_t *table, const char *codes, float *out) {
 #pragma GCC unroll 32
     for (int k = 0; k < STEP_IN; k++)
 #pragma GCC unroll 8
-        for (int at = 0; at < PANEL; at += LANES) {
-            floats found = codes_at(kind, table, codes, k, at);
-            store(out + k * PANEL + at, found * all(1.0f / (float)(1u << place_of(kind, k))));
-        }
+        for (int at = 0; at < PANEL; at += LANES)
+            store(out + k * PANEL + at, codes_at(kind, table, codes, k, at));
 }
 
+#define BY_KIND(kind, doing)                                                                                           \
+    switch (kind) {                                                                                                    \
+        case BY_TABLE: doing(BY_TABLE); break;                                                                         \
+        case FOUR: doing(FOUR); break;                                                                                 \
+        case FIVE: doing(FIVE); break;                                                                                 \
+        case SIX: doing(SIX); break;                                                                                   \
+        default: doing(EIGHT);                                                                                         \
+    }
+
 static void widen_step(const Packing *packing, const char *codes, float *out) {
-    if (packing->codes == BY_TABLE)
-        widen_codes(BY_TABLE, packing->table, codes, out);
-    else if (packing->codes == FOUR)
-        widen_codes(FOUR, packing->table, codes, out);
-    else if (packing->codes == FIVE)
-        widen_codes(FIVE, packing->table, codes, out);
-    else if (packing->codes == SIX)
-        widen_codes(SIX, packing->table, codes, out);
-    else
-        widen_codes(EIGHT, packing->table, codes, out);
+#define WIDEN(kind) widen_codes(kind, packing->table, codes, out)
+    BY_KIND(packing->codes, WIDEN)
+}
+
+/* By how much the inputs of a step are made smaller, [32]. */
+static void powers_for(const Packing *packing, float *powers) {
+#define POWERS(kind) powers_of(kind, 1, powers)
+    BY_KIND(packing->codes, POWERS)
 }
 
 #define STEP_CASE(rows)                                                                                                \
     case rows:                                                                                                         \
-        add_step(rows, x, codes, has_minima, span, step, out);                                                         \
+        add_step(rows, x, codes, powers, has_minima, span, step, out);                                                 \
         break;
 
-static void add_rows(int64_t rows, const float *x, const float *codes, int64_t has_minima, const Span *span,
-                     const Step *step, Results *out) {
+static void add_rows(int64_t rows, const float *x, const float *codes, const float *powers, int64_t has_minima,
+                     const Span *span, const Step *step, Results *out) {
     switch (rows) {
         STEP_CASE(1)
         STEP_CASE(2) STEP_CASE(3)
@@ -330,9 +337,10 @@ static void add_rows(int64_t rows, const float *x, const float *codes, int64_t h
 /* Many rows times one panel: the codes of a step become numbers once, for all groups of rows. */
 static void multiply_many(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
                           Results *out) {
-    float codes[CODES] __attribute__((aligned(64)));
+    float codes[CODES] __attribute__((aligned(64))), powers[STEP_IN];
     Span span __attribute__((aligned(64))) = {.left = 0};
     Step step __attribute__((aligned(64))) = {};
+    powers_for(packing, powers);
     memset(out, 0, (size_t)rows * sizeof(Results));
     for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(packing->codes)) {
         panel = read_step(packing, panel, &span, &step);
@@ -340,13 +348,14 @@ static void multiply_many(const Packing *packing, const char *panel, int64_t inp
         widen_step(packing, panel, codes);
         for (int64_t group = 0; group < num_groups(rows); group++) {
             int64_t start = group_start(group, rows), size = group_start(group + 1, rows) - start;
-            add_rows(size, x + start * inputs + k * size, codes, packing->has_minima, &span, &step, out + start);
+            add_rows(size, x + start * inputs + k * size, codes, powers, packing->has_minima, &span, &step,
+                     out + start);
         }
     }
 }
 
 #define FEW_CASE(kind, rows)                                                                                           \
-    case kind * 16 + rows:                                                                                              \
+    case kind * 16 + rows:                                                                                             \
         multiply_few(kind, rows, packing, panel, inputs, x, out);                                                      \
         break;
 #if FEW_ROWS == 4
@@ -373,15 +382,16 @@ static void multiply_packed(const Packing *packing, const char *panel, int64_t i
 
 /* The numbers of one output, of a panel. out: [inputs] */
 static void unpack_output(const Packing *packing, const char *panel, int64_t inputs, int64_t output, float *out) {
-    float codes[CODES] __attribute__((aligned(64)));
+    float codes[CODES] __attribute__((aligned(64))), powers[STEP_IN];
     Span span __attribute__((aligned(64))) = {.left = 0};
     Step step __attribute__((aligned(64))) = {};
+    powers_for(packing, powers);
     for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(packing->codes)) {
         panel = read_step(packing, panel, &span, &step);
         widen_step(packing, panel, codes);
         for (int64_t at = 0; at < STEP_IN; at++) {
-            float number = (codes[at * PANEL + output] - span.zeros[output]) * step.scales[at / PART_IN][output];
-            out[k + at] = packing->has_minima ? number - step.minima[output] : number;
+            float code = codes[at * PANEL + output] * powers[at] - span.zeros[output];
+            out[k + at] = code * step.scales[at / PART_IN][output] - (packing->has_minima ? step.minima[output] : 0.0f);
         }
     }
 }
