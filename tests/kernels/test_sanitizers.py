@@ -30,9 +30,10 @@ TIMEOUT_S = 280
 MUTANTS = {
     "best.c": ("AddressSanitizer", "at < count; at++) best[at] = none", "at <= count; at++) best[at] = none"),
     "noise.c": ("runtime error", "(uint32_t)purpose << 28", "(uint32_t)((int32_t)(purpose + 8) << 28)"),
-    "packed.h": ("AddressSanitizer", "k < inputs; k += STEP_IN", "k <= inputs; k += STEP_IN"),
+    "packed.h": ("AddressSanitizer", "k < inputs; k += STEP_IN, panel += code_bytes(kind)",
+                 "k <= inputs; k += STEP_IN, panel += code_bytes(kind)"),
     "tiles.h": ("AddressSanitizer", "step < steps; step++, x += TILE", "step <= steps; step++, x += TILE"),
-}
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,37 +1,33 @@
 /* Quantised weights, which stay packed in memory. A number is scale * (code - zero) - minimum, where a code has 4, 5, 6
-   or 8 bits and is not negative. A panel of 32 outputs is spans of inputs that share a scale; a span is what is said once
-   of each output, and steps of 32 inputs:
+   or 8 bits and is not negative. A panel of 32 outputs is spans of inputs that share a scale; a span is what is said
+   once of each output, and steps of 32 inputs:
 
-       span: scales [32], minima [32] if there are any, zeros less 128 [64] bytes, of which half are used, if it has its own
-       step: scales of 8 bits [parts][32], minima of 8 bits [32], if there are any, by which the span's are multiplied;
-             codes: words [as many as a code has bits][32 outputs] of 32 bits
+       span: scales [32], minima [32] if there are any, zeros less 128 [64] bytes if it has its own, of which half are
+             used
+       step: scales of 8 bits [parts][32] and minima of 8 bits [32], if there are any, which are times the span's;
+             words [as many as a code has bits][32 outputs] of 32 bits
 
-   A word holds the codes of 4 inputs of 8 bits, of 8 of 4 bits, of 6 of 5 bits, or of 5 of 6 bits, the first one lowest.
-   Two bits are left over in each word of the last two kinds: together these are a code, the last of 16.
+   A word holds the codes of 4 inputs of 8 bits, of 8 of 4 bits, of 6 of 5 bits, or of 5 of 6 bits, the first one
+   lowest. Two bits are left over in each word of the last two kinds: together these are the last codes.
 
-   A code needs no shift: it becomes a float32 number where it stands, too large by a power of two, by which the input is
-   made smaller. No bit of the product is another by that. Every output is one sum: over 16 inputs in ascending order,
-   less what the zero takes of it, times their scale, added in ascending order; after each step less the minimum. So a
-   row's bits depend on no other row. */
+   A code needs no shift: it becomes a float32 number where it stands, too large by a power of two, by which the
+   input is made smaller. No bit of the product is another by that. Every output is one sum: over 16 inputs in ascending
+   order, less what the zero takes of it, times their scale, added in ascending order; after each step less the minimum.
+   So a row's bits depend on no other row. */
 #ifndef OUTRIDER_PACKED_H
 #define OUTRIDER_PACKED_H
 
 #include "panels.h"
 
-#define STEP_IN 32              /* inputs of a step */
-#define PART_IN (STEP_IN / 2)   /* inputs that are added up before they are scaled */
+#define STEP_IN 32            /* inputs of a step */
+#define PART_IN (STEP_IN / 2) /* inputs that are added up before they are scaled */
 #define CODES (STEP_IN * PANEL)
-#define FETCHED_AHEAD 4096      /* bytes */
-/* For these a code becomes a number where it is needed; for more rows, all of a step beforehand. */
-#if defined(__AVX512F__)
-#define FEW_ROWS 4
-#elif defined(__AVX2__)
-#define FEW_ROWS 2
-#else
-#define FEW_ROWS 1
-#endif
+#define FETCHED_AHEAD 4096 /* bytes */
+/* For as many rows a code is made a number once: their sums leave registers free. */
+#define FEW_ROWS (MOST_ROWS < 4 ? MOST_ROWS : 4)
 
-/* Numbers that are read from memory into all lanes, which costs nothing beside: compilers would keep some in registers. */
+/* Numbers that are to be read from memory into all lanes, which costs nothing beside: in registers they would have to
+   be spread. */
 #define IN_MEMORY(array) __asm__("" : "+m"(array))
 
 enum { SINGLES, HALF_NUMBERS, UPPER_HALVES }; /* a span's scales and minima: float32, float16, bfloat16 */
@@ -225,21 +221,29 @@ INLINE void add_parts(const int kind, const int rows, const int first, const int
                                              step->scales[first + part], at);
 }
 
-/* A few rows times one panel. x: [inputs][rows] */
+/* The inputs of a step of some of a group's rows: as they are, and made smaller. x: [32 inputs][stride] */
+INLINE void take_inputs(const int rows, const float *x, int64_t stride, const float *powers, float *own,
+                        float *scaled) {
+    for (int k = 0; k < STEP_IN; k++)
+        for (int row = 0; row < rows; row++) own[k * rows + row] = x[k * stride + row];
+    for (int at = 0; at < STEP_IN * rows; at++) scaled[at] = own[at] * powers[at];
+}
+
+/* A few rows times one panel. x: [inputs][stride] */
 INLINE void multiply_few(const int kind, const int rows, const Packing *packing, const char *panel, int64_t inputs,
-                         const float *x, Results *out) {
+                         const float *x, int64_t stride, Results *out) {
     floats totals[FEW_ROWS][VECTORS] = {};
-    float powers[STEP_IN * FEW_ROWS], scaled[STEP_IN * FEW_ROWS], whole[2][FEW_ROWS];
+    float powers[STEP_IN * FEW_ROWS], own[STEP_IN * FEW_ROWS], scaled[STEP_IN * FEW_ROWS], whole[2][FEW_ROWS];
     Span span __attribute__((aligned(64))) = {.left = 0};
     Step step __attribute__((aligned(64))) = {};
     powers_of(kind, rows, powers);
-    for (int64_t k = 0; k < inputs; k += STEP_IN, x += STEP_IN * rows, panel += code_bytes(kind)) {
+    for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(kind)) {
         panel = read_step(packing, panel, &span, &step);
 #pragma GCC unroll 16
         for (int64_t line = 0; line < code_bytes(kind); line += 64) FETCH_ONCE(panel + line + FETCHED_AHEAD);
-        for (int at = 0; at < STEP_IN * rows; at++) scaled[at] = x[at] * powers[at];
+        take_inputs(rows, x + k * stride, stride, powers, own, scaled);
         IN_MEMORY(scaled);
-        sum_inputs(rows, x, whole[0]), sum_inputs(rows, x + PART_IN * rows, whole[1]);
+        sum_inputs(rows, own, whole[0]), sum_inputs(rows, own + PART_IN * rows, whole[1]);
         if (rows * VECTORS <= 4) {
             add_parts(kind, rows, 0, 2, packing->table, panel, scaled, whole, &span, &step, totals);
         } else {
@@ -255,143 +259,74 @@ INLINE void multiply_few(const int kind, const int rows, const Packing *packing,
         for (int at = 0; at < VECTORS; at++) store(out[row] + at * LANES, totals[row][at]);
 }
 
-/* Adds to `out` a step's codes, [32 inputs][32 outputs], times more rows: the sums of `multiply_few`. powers: [32] */
-INLINE void add_step(const int rows, const float *x, const float *codes, const float *powers, int64_t has_minima,
-                     const Span *span, const Step *step, Results *out) {
-    float whole[2][MOST_ROWS], scaled[STEP_IN * MOST_ROWS];
-    for (int k = 0; k < STEP_IN; k++)
-        for (int row = 0; row < rows; row++) scaled[k * rows + row] = x[k * rows + row] * powers[k];
-    sum_inputs(rows, x, whole[0]), sum_inputs(rows, x + PART_IN * rows, whole[1]);
-    for (int part = 0; part < 2; part++) {
-        floats sums[MOST_ROWS][VECTORS] = {};
-        for (int k = part * PART_IN; k < (part + 1) * PART_IN; k++)
-#pragma GCC unroll 8
-            for (int at = 0; at < VECTORS; at++) {
-                floats weights = load(codes + k * PANEL + at * LANES);
-#pragma GCC unroll 12
-                for (int row = 0; row < rows; row++) sums[row][at] += all(scaled[k * rows + row]) * weights;
-            }
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-            for (int at = 0; at < VECTORS; at++) {
-                floats total = load(out[row] + at * LANES);
-                total = add_scaled(total, sums[row][at], whole[part][row], span, step->scales[part], at);
-                store(out[row] + at * LANES, total);
-            }
-    }
-    for (int row = 0; has_minima && row < rows; row++)
-        for (int at = 0; at < VECTORS; at++) {
-            floats total = load(out[row] + at * LANES);
-            total -= all(whole[0][row] + whole[1][row]) * load(step->minima + at * LANES);
-            store(out[row] + at * LANES, total);
-        }
-}
-
-/* The codes of a step as numbers, [32 inputs][32 outputs], times 2 to the power of their place. */
-INLINE void widen_codes(const int kind, const int8_t *table, const char *codes, float *out) {
-#pragma GCC unroll 32
-    for (int k = 0; k < STEP_IN; k++)
-#pragma GCC unroll 8
-        for (int at = 0; at < PANEL; at += LANES)
-            store(out + k * PANEL + at, codes_at(kind, table, codes, k, at));
-}
-
-#define BY_KIND(kind, doing)                                                                                           \
-    switch (kind) {                                                                                                    \
-        case BY_TABLE: doing(BY_TABLE); break;                                                                         \
-        case FOUR: doing(FOUR); break;                                                                                 \
-        case FIVE: doing(FIVE); break;                                                                                 \
-        case SIX: doing(SIX); break;                                                                                   \
-        default: doing(EIGHT);                                                                                         \
-    }
-
-static void widen_step(const Packing *packing, const char *codes, float *out) {
-#define WIDEN(kind) widen_codes(kind, packing->table, codes, out)
-    BY_KIND(packing->codes, WIDEN)
-}
-
-/* By how much the inputs of a step are made smaller, [32]. */
-static void powers_for(const Packing *packing, float *powers) {
-#define POWERS(kind) powers_of(kind, 1, powers)
-    BY_KIND(packing->codes, POWERS)
-}
-
-#define STEP_CASE(rows)                                                                                                \
-    case rows:                                                                                                         \
-        add_step(rows, x, codes, powers, has_minima, span, step, out);                                                 \
-        break;
-
-static void add_rows(int64_t rows, const float *x, const float *codes, const float *powers, int64_t has_minima,
-                     const Span *span, const Step *step, Results *out) {
-    switch (rows) {
-        STEP_CASE(1)
-        STEP_CASE(2) STEP_CASE(3)
-#if MOST_ROWS > 3
-            STEP_CASE(4) STEP_CASE(5) STEP_CASE(6) STEP_CASE(7) STEP_CASE(8) STEP_CASE(9) STEP_CASE(10) STEP_CASE(11)
-                STEP_CASE(12)
-#endif
-    }
-}
-
-/* Many rows times one panel: the codes of a step become numbers once, for all groups of rows. */
-static void multiply_many(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
-                          Results *out) {
-    float codes[CODES] __attribute__((aligned(64))), powers[STEP_IN];
-    Span span __attribute__((aligned(64))) = {.left = 0};
-    Step step __attribute__((aligned(64))) = {};
-    powers_for(packing, powers);
-    memset(out, 0, (size_t)rows * sizeof(Results));
-    for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(packing->codes)) {
-        panel = read_step(packing, panel, &span, &step);
-        for (int64_t line = 0; line < code_bytes(packing->codes); line += 64) FETCH_ONCE(panel + line + FETCHED_AHEAD);
-        widen_step(packing, panel, codes);
-        for (int64_t group = 0; group < num_groups(rows); group++) {
-            int64_t start = group_start(group, rows), size = group_start(group + 1, rows) - start;
-            add_rows(size, x + start * inputs + k * size, codes, powers, packing->has_minima, &span, &step,
-                     out + start);
-        }
-    }
-}
-
 #define FEW_CASE(kind, rows)                                                                                           \
     case kind * 16 + rows:                                                                                             \
-        multiply_few(kind, rows, packing, panel, inputs, x, out);                                                      \
+        multiply_few(kind, rows, packing, panel, inputs, x, stride, out);                                              \
         break;
-#if FEW_ROWS == 4
+#if MOST_ROWS > 3
 #define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2) FEW_CASE(kind, 3) FEW_CASE(kind, 4)
-#elif FEW_ROWS == 2
-#define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2)
 #else
-#define FEW_CASES(kind) FEW_CASE(kind, 1)
+#define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2) FEW_CASE(kind, 3)
 #endif
 
-/* All rows times one panel. */
-static void multiply_packed(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
-                            Results *out) {
-    switch (rows <= FEW_ROWS ? packing->codes * 16 + rows : 0) {
+static void multiply_some(int64_t rows, const Packing *packing, const char *panel, int64_t inputs, const float *x,
+                          int64_t stride, Results *out) {
+    switch (packing->codes * 16 + rows) {
         FEW_CASES(BY_TABLE)
         FEW_CASES(FOUR)
         FEW_CASES(FIVE)
         FEW_CASES(SIX)
         FEW_CASES(EIGHT)
-        default:
-            multiply_many(packing, panel, inputs, x, rows, out);
     }
+}
+
+/* All rows times one panel, a few at a time: the panel stays in a cache, and to make numbers of its codes again costs
+   less than to keep them. */
+static void multiply_packed(const Packing *packing, const char *panel, int64_t inputs, const float *x, int64_t rows,
+                            Results *out) {
+    for (int64_t group = 0; group < num_groups(rows); group++) {
+        int64_t start = group_start(group, rows), size = group_start(group + 1, rows) - start;
+        for (int64_t row = 0, some; row < size; row += some) {
+            some = size - row < FEW_ROWS ? size - row : FEW_ROWS;
+            multiply_some(some, packing, panel, inputs, x + start * inputs + row, size, out + start + row);
+        }
+    }
+}
+
+/* The codes of a step as numbers, [32 inputs][32 outputs]. */
+INLINE void widen_codes(const int kind, const int8_t *table, const char *codes, float *out) {
+#pragma GCC unroll 32
+    for (int k = 0; k < STEP_IN; k++)
+        for (int at = 0; at < PANEL; at += LANES) {
+            const float power = 1.0f / (float)(1u << place_of(kind, k));
+            store(out + k * PANEL + at, codes_at(kind, table, codes, k, at) * all(power));
+        }
+}
+
+static void widen_step(const Packing *packing, const char *codes, float *out) {
+    if (packing->codes == BY_TABLE)
+        widen_codes(BY_TABLE, packing->table, codes, out);
+    else if (packing->codes == FOUR)
+        widen_codes(FOUR, packing->table, codes, out);
+    else if (packing->codes == FIVE)
+        widen_codes(FIVE, packing->table, codes, out);
+    else if (packing->codes == SIX)
+        widen_codes(SIX, packing->table, codes, out);
+    else
+        widen_codes(EIGHT, packing->table, codes, out);
 }
 
 /* The numbers of one output, of a panel. out: [inputs] */
 static void unpack_output(const Packing *packing, const char *panel, int64_t inputs, int64_t output, float *out) {
-    float codes[CODES] __attribute__((aligned(64))), powers[STEP_IN];
+    float codes[CODES] __attribute__((aligned(64)));
     Span span __attribute__((aligned(64))) = {.left = 0};
     Step step __attribute__((aligned(64))) = {};
-    powers_for(packing, powers);
     for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(packing->codes)) {
         panel = read_step(packing, panel, &span, &step);
         widen_step(packing, panel, codes);
         for (int64_t at = 0; at < STEP_IN; at++) {
-            float code = codes[at * PANEL + output] * powers[at] - span.zeros[output];
-            out[k + at] = code * step.scales[at / PART_IN][output] - (packing->has_minima ? step.minima[output] : 0.0f);
+            float number = (codes[at * PANEL + output] - span.zeros[output]) * step.scales[at / PART_IN][output];
+            out[k + at] = packing->has_minima ? number - step.minima[output] : number;
         }
     }
 }
