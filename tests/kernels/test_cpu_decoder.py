@@ -18,6 +18,7 @@ from outrider.kernels.cpu.decoder import (
     Kind,
     LayerWeights,
     RaggedRows,
+    Weights,
     can_run,
     is_bfloat16,
     kind_for,
@@ -26,6 +27,7 @@ from outrider.kernels.cpu.decoder import (
 )
 from outrider.kernels.cpu.library import cpu_library
 from outrider.kernels.cpu.low_rank import PROJECTIONS, CpuAdapter, CpuAdapters, Factors
+from outrider.kernels.cpu.memory import HUGE_PAGE
 from outrider.kernels.layers.reference import int8_scales, rotary_table, through_int8, to_int8
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
@@ -71,7 +73,8 @@ def decoder(
     ]  # fmt: skip
     layers = [with_factors(layer, factors) for layer, factors in zip(layers, merged, strict=True)]
     head = weight(VOCAB, HIDDEN)
-    kind = kind_for(all(map(is_bfloat16, [head, *(matrix for layer in layers for matrix in layer.matrices)])))
+    tensors = [matrix for layer in layers for matrix in layer.matrices if isinstance(matrix, Tensor)]
+    kind = kind_for(all(map(is_bfloat16, [head, *tensors])))
     kind = Kind.BYTES if int8 else kind
     embeddings = normal(generator, NUM_EMBEDDINGS, HIDDEN)
     return CpuDecoder(
@@ -102,7 +105,8 @@ def factors_of(rank: int, names: Sequence[str] = PROJECTIONS) -> list[dict[str, 
 def with_factors(layer: LayerWeights, factors: Mapping[str, Factors]) -> LayerWeights:
     """The adapter's product added to the matrices."""
 
-    def added(weight: Tensor, *names: str) -> Tensor:
+    def added(weight: Weights, *names: str) -> Tensor:
+        assert isinstance(weight, Tensor)
         if not any(name in factors for name in names):
             return weight
         zeros = {name: torch.zeros(OUTPUTS[name], INPUTS[name]) for name in names}
@@ -286,7 +290,7 @@ def test_large_weights_begin_at_a_huge_page() -> None:
     grid = normal(torch.Generator().manual_seed(1), 1100, 1000)
     for kind, dtype in ((Kind.HALVES, torch.int16), (Kind.FLOATS, torch.float32)):
         packed = pack(grid, kind)
-        assert packed.dtype == dtype and packed.data_ptr() % decoder_module.HUGE_PAGE == 0
+        assert packed.dtype == dtype and packed.data_ptr() % HUGE_PAGE == 0
         numbers = packed if kind is Kind.FLOATS else (packed.int() << 16).view(torch.float32)
         assert torch.equal(numbers.transpose(1, 2).reshape(-1, 1000)[:1100], grid)
 

@@ -25,13 +25,15 @@ SANITIZERS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefi
               "-U_FORTIFY_SOURCE")  # whose checks stand before those of the sanitizers  # fmt: skip
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"}
 TIMEOUT_S = 280
-# A write behind a row's end that is the longest one, a shift that C leaves undefined, and a step of the matrix unit
-# behind the last inputs: each has to be seen.
+# A write behind a row's end that is the longest one, a shift that C leaves undefined, and a step behind the last
+# inputs, of packed weights and of the matrix unit: each has to be seen.
 MUTANTS = {
     "best.c": ("AddressSanitizer", "at < count; at++) best[at] = none", "at <= count; at++) best[at] = none"),
     "noise.c": ("runtime error", "(uint32_t)purpose << 28", "(uint32_t)((int32_t)(purpose + 8) << 28)"),
+    "packed.h": ("AddressSanitizer", "k < inputs; k += STEP_IN, panel += code_bytes(kind)",
+                 "k <= inputs; k += STEP_IN, panel += code_bytes(kind)"),
     "tiles.h": ("AddressSanitizer", "step < steps; step++, x += TILE", "step <= steps; step++, x += TILE"),
-}
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,11 +145,29 @@ def multiply(rng: random.Random, torch: Any) -> None:
     weight = torch.randn(outputs, inputs)
     if rng.random() < 0.5:
         weight = weight.bfloat16().float()
-    product = CpuLinear(weight, torch.randn(outputs) if rng.random() < 0.5 else None)
+    kept = maybe_quantized(rng, outputs, inputs) if rng.random() < 0.6 else None
+    weight = weight if kept is None else kept.decode()
+    bias = torch.randn(outputs) if rng.random() < 0.5 else None
+    product = CpuLinear(weight if kept is None else kept, bias)
     x = torch.randn(rows, inputs)
-    torch.testing.assert_close(
-        product(x), torch.nn.functional.linear(x, weight, product._kept[1]), atol=1e-3, rtol=1e-3
-    )
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias), atol=1e-3, rtol=1e-3)
+
+
+def maybe_quantized(rng: random.Random, outputs: int, inputs: int) -> Any:
+    """A quantised matrix of any kind and seed; None where the inputs are whole blocks of none."""
+    import torch
+    from support.quantized import BLOCKS, by_groups, matrix_of, random_blocks
+
+    if inputs % 32:
+        return None
+    seed = rng.randrange(1000)
+    if rng.random() < 0.3:
+        span = rng.choice([span for span in (32, 64, 128, inputs) if inputs % span == 0])
+        dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
+        bits = rng.choice([4, 5, 6, 8])
+        return by_groups(bits, outputs, inputs, span, dtype, rng.random() < 0.5, seed)
+    kind = rng.choice([kind for kind, (block, _) in BLOCKS.items() if inputs % block == 0])
+    return matrix_of(kind, random_blocks(kind, outputs, inputs, seed))
 
 
 def choose(rng: random.Random, torch: Any) -> None:
@@ -171,6 +191,9 @@ def decode(rng: random.Random, torch: Any) -> None:
     from outrider.kernels.layers.reference import rotary_table
 
     hidden, width, dim = 16 * rng.randint(1, 6), rng.randint(1, 150), 16 * rng.randint(1, 5)
+    packs = rng.random() < 0.4
+    if packs:
+        hidden, width = rng.choice([32, 96, 256, 512]), rng.choice([32, 75, 256])
     kv_heads = rng.randint(1, 3)
     heads, vocab, block, longest = kv_heads * rng.randint(1, 3), rng.randint(1, 120), rng.choice([1, 3, 4, 16]), 80
     has_norms, is_gelu = rng.random() < 0.5, rng.random() < 0.5
@@ -180,6 +203,14 @@ def decode(rng: random.Random, torch: Any) -> None:
     def numbers(*shape: int) -> Any:
         drawn = torch.randn(*shape) * 0.2
         return drawn.bfloat16().float() if half else drawn
+
+    def matrix(*shape: int) -> Any:
+        kept = maybe_quantized(rng, *shape) if packs and rng.random() < 0.8 else None
+        return numbers(*shape) if kept is None else kept
+
+    def qkv() -> Any:
+        parts = tuple(matrix(count * dim, hidden) for count in (heads, kv_heads, kv_heads))
+        return parts if packs else torch.cat(parts)
 
     rotary = rotary_table(1e4 ** -(torch.arange(0, dim, 2) / dim), 1.0, longest, torch.float32)
     further: dict[str, Any] = {}
@@ -191,15 +222,19 @@ def decode(rng: random.Random, torch: Any) -> None:
         }
     layers = [
         LayerWeights(
-            numbers((heads + 2 * kv_heads) * dim, hidden), numbers(hidden, heads * dim), numbers(width, hidden),
-            numbers(width, hidden), numbers(hidden, width), numbers(hidden), numbers(hidden), rotary,
+            qkv(), matrix(hidden, heads * dim), matrix(width, hidden), matrix(width, hidden), matrix(hidden, width),
+            numbers(hidden), numbers(hidden), rotary,
             window=window, **further,
         )
         for window in (None, rng.randint(1, 20))
     ]  # fmt: skip
+    kind = None if packs else Kind.BYTES if bits < 0.3 else kind_for(half)
+    embeddings = matrix(vocab, hidden)
+    head = embeddings if rng.random() < 0.5 else matrix(vocab, hidden)
+    if half and isinstance(embeddings, torch.Tensor):
+        embeddings = embeddings.bfloat16()
     model = CpuDecoder(
-        numbers(vocab, hidden).to(torch.bfloat16 if half else torch.float32), layers, numbers(hidden),
-        numbers(vocab, hidden), kind=Kind.BYTES if bits < 0.3 else kind_for(half),
+        embeddings, layers, numbers(hidden), head, kind=kind,
         heads=heads, kv_heads=kv_heads, eps=1e-5, scale=dim**-0.5,
         activation="gelu_tanh" if is_gelu else "silu", attention_softcap=2.0 if is_gelu else None,
         logit_softcap=3.0 if is_gelu else None,
@@ -220,7 +255,8 @@ def decode(rng: random.Random, torch: Any) -> None:
         batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens, batch.parents
     )
     slots = torch.tensor([rng.randint(-1, 1) for _ in batch.token_ids], dtype=torch.int32)
-    bank, adapters = adapters_of(rng, torch, layers[0], slots) if rng.random() < 0.6 else (None, None)
+    sizes = heads * dim, kv_heads * dim, hidden, width
+    bank, adapters = adapters_of(rng, torch, sizes, slots) if rng.random() < 0.6 else (None, None)
     caches = [torch.zeros(next_block, block, kv_heads, dim) for _ in range(4)]
     taps = sorted(rng.sample(range(3), rng.randint(0, 3)))
     states = torch.zeros(len(batch.token_ids), max(len(taps), 1), hidden)
@@ -231,13 +267,11 @@ def decode(rng: random.Random, torch: Any) -> None:
     model.products(len(batch.token_ids))
 
 
-def adapters_of(rng: random.Random, torch: Any, layer: Any, slots: Any) -> Any:
+def adapters_of(rng: random.Random, torch: Any, sizes: tuple[int, int, int, int], slots: Any) -> Any:
     """Two adapters of two layers, of some projections each, of any rank; what a pass is told of them."""
     from outrider.kernels.cpu.low_rank import MOST_RANK, PROJECTIONS, CpuAdapter, CpuAdapters
 
-    (wide, hidden), width = layer.qkv.shape, len(layer.gate)
-    heads = layer.output.shape[1]
-    kept = (wide - heads) // 2
+    heads, kept, hidden, width = sizes
     outputs = dict(zip(PROJECTIONS, (heads, kept, kept, hidden, width, width, hidden), strict=True))
     inputs = dict(zip(PROJECTIONS, (hidden, hidden, hidden, heads, hidden, hidden, width), strict=True))
 

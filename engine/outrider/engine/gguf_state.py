@@ -1,10 +1,11 @@
 """The tensors of a GGUF file under the names that transformers gave them, and as transformers holds them: decoded when
-they are asked for, queries and keys in its order, Gemma's norms without the 1 that was added to them."""
+they are asked for, or as packed as they are stored, queries and keys in its order, Gemma's norms without the 1 that was
+added to them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from outrider.gguf.config import architecture_of, config_of, hugging_face_names
 from outrider.gguf.header import GgufHeader, TensorPlace
+from outrider.kernels.quantized.blocks import quantized_blocks
+from outrider.kernels.quantized.form import QuantizedMatrix
 from outrider.kernels.quantized.reference import decode
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # what is stored so is handed out so; all else as float32
@@ -37,6 +40,17 @@ class GgufState(Mapping[str, Tensor]):
             tensor = tensor - 1.0
         return tensor
 
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored, of which a few rows are read at a time; None for one of plain numbers."""
+        place = self._places[name]
+        if len(place.shape) != 2:
+            return None
+        rows, columns = place.shape
+        matrix = quantized_blocks(place.kind.name, (rows, columns), partial(stored_rows, place))
+        if matrix is not None and self._architecture.turned and (projection := _projection(name)) is not None:
+            matrix = matrix.reordered(_turned_back(torch.arange(rows), self._heads[projection]))
+        return matrix
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -54,9 +68,15 @@ class GgufState(Mapping[str, Tensor]):
 
 def stored_bytes(place: TensorPlace) -> Tensor:
     """A tensor's bytes as they lie in the file, [rows, bytes of a row] uint8."""
-    rows = prod(place.shape[:-1])
-    found = np.fromfile(Path(place.path), dtype=np.uint8, count=place.num_bytes, offset=place.start)
-    return torch.from_numpy(found).view(rows, -1)
+    return stored_rows(place, 0, prod(place.shape[:-1]))
+
+
+def stored_rows(place: TensorPlace, start: int, end: int) -> Tensor:
+    """The bytes of the rows from one to before another, [rows, bytes of a row] uint8."""
+    width = place.num_bytes // prod(place.shape[:-1])
+    count, offset = (end - start) * width, place.start + start * width
+    found = np.fromfile(Path(place.path), dtype=np.uint8, count=count, offset=offset)
+    return torch.from_numpy(found).view(end - start, width)
 
 
 def _decoded(place: TensorPlace) -> Tensor:

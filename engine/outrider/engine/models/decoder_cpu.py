@@ -1,6 +1,7 @@
 """The decoder on a CPU, in float32, by our C kernels: the same function as decoder.py's, in one call for all layers.
 
-A draft's matrices may be rounded to 8 bits. The embeddings, of which a pass reads a row a token, are not."""
+A draft's matrices may be rounded to 8 bits. The embeddings, of which a pass reads a row a token, are not. What a
+checkpoint stores as codes of few bits stays so, embeddings too."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class NativeDecoder:
     """A CausalLM. Batch-invariant whether that was asked for or not."""
 
     def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor], int8: bool = False) -> None:
-        reader = WeightReader(config, state, torch.float32, torch.device("cpu"))
+        reader = WeightReader(config, state, torch.float32, torch.device("cpu"), codes=not int8)
         self.config = config = reader.config
         self.dtype = torch.float32
         self.device = torch.device("cpu")
@@ -40,14 +41,16 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        embeddings = reader.tensor_as_stored(EMBEDDINGS).clone()  # apart from the file's mapping
+        embeddings = reader.matrix_as_stored(EMBEDDINGS)
+        if isinstance(embeddings, Tensor):
+            embeddings = embeddings.clone()  # apart from the file's mapping
         rotary = rotary_tables(config, torch.float32)
         self.kernel = CpuDecoder(
             embeddings,
             (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
             reader.norm("model.norm.weight"),
-            embeddings if config.tied_embeddings else reader.tensor_as_stored(HEAD),
-            kind=Kind.BYTES if int8 else decoder.kind_for(reader.all_bfloat16()),
+            embeddings if config.tied_embeddings else reader.matrix_as_stored(HEAD),
+            kind=_kind(reader, int8),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
@@ -72,6 +75,13 @@ class NativeDecoder:
         slots = batch.adapter_slots
         adapters = None if slots is None else self.adapters.step(slots)
         return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
+
+
+def _kind(reader: WeightReader, int8: bool) -> Kind | None:
+    """Of the matrices that are tensors."""
+    if int8:
+        return Kind.BYTES
+    return None if reader.is_quantized else decoder.kind_for(reader.all_bfloat16())
 
 
 def _layer(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig, turned_first
-from outrider.kernels.cpu.decoder import is_bfloat16
+from outrider.kernels.cpu.decoder import Weight, Weights, is_bfloat16
 from outrider.kernels.layers.reference import through_int8
+from outrider.kernels.quantized.form import QuantizedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,14 @@ class LazyState(Protocol):
     @property
     def meta(self) -> Mapping[str, Tensor]:
         """The shape and type of each, without its numbers."""
+
+
+@runtime_checkable
+class QuantizedState(Protocol):
+    """A mapping of tensors of which some are stored as codes of few bits."""
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored; None for one of plain numbers."""
 
 
 def num_parameters(config: DecoderConfig) -> int:
@@ -143,6 +152,7 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         int8: bool = False,  # matrices that rows are multiplied with are rounded to what 8 bits hold
+        codes: bool = True,  # what is stored as codes of few bits may be handed out so
     ) -> None:
         given, (config, state) = config, with_its_head(config, state)
         if config.tied_embeddings != given.tied_embeddings:
@@ -158,6 +168,7 @@ class WeightReader:
         self._dtype = dtype
         self._device = device
         self._int8 = int8
+        self._quantized = state if codes and isinstance(state, QuantizedState) else None
 
     def tensor(self, name: str) -> Tensor:
         """A copy that shares no memory with the checkpoint (whose mapping may not be aligned)."""
@@ -168,10 +179,15 @@ class WeightReader:
         parts = [self._rounded(self._projection(f"{prefix}{name}.weight")) for name in names]
         return self._stacked(parts), self._bias(prefix, *names)
 
-    def linear_as_stored(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
-        """Reads a product as `linear` does, but its weight has the checkpoint's type, and may be its mapping."""
-        parts = [self._projection(f"{prefix}{name}.weight") for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), self._bias(prefix, *names)
+    def linear_as_stored(self, prefix: str, *names: str) -> tuple[Weights, Tensor | None]:
+        """Reads a product as `linear` does, but its weight has the checkpoint's type, or is its codes, and may be its
+        mapping."""
+        parts = [self._projection_as_stored(f"{prefix}{name}.weight") for name in names]
+        bias = self._bias(prefix, *names)
+        if len(parts) == 1:
+            return parts[0], bias
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        return torch.cat(tensors) if len(tensors) == len(parts) else tuple(parts), bias
 
     def head(self, embeddings: Tensor) -> Tensor:  # [vocab, hidden]
         """The head's weight: the embeddings themselves, where they are tied and not to be rounded."""
@@ -179,9 +195,15 @@ class WeightReader:
             return self._copy(self._rounded(self._state[HEAD]))
         return self._rounded(embeddings)
 
-    def tensor_as_stored(self, name: str) -> Tensor:
-        """Has the checkpoint's type, and may be its mapping."""
-        return self._state[name]
+    def matrix_as_stored(self, name: str) -> Weight:
+        """A matrix that is no product's alone. Has the checkpoint's type, or is its codes, and may be its mapping."""
+        packed = self._packed(name)
+        return self._state[name] if packed is None else packed
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some matrix may be handed out as codes."""
+        return self._quantized is not None
 
     def all_bfloat16(self) -> bool:
         """Whether the matrices that rows are multiplied with, of every layer and the head, are bfloat16 numbers."""
@@ -226,14 +248,36 @@ class WeightReader:
             return None
         return self._stacked([self._projection(f"{prefix}{name}.bias") for name in names])
 
+    def _packed(self, name: str) -> QuantizedMatrix | None:
+        return None if self._quantized is None else self._quantized.packed(name)
+
     def _projection(self, name: str) -> Tensor:
         """Cut out where the checkpoint holds several as one; of a head of which a part turns, that part first."""
+        stored, rows = self._place(name)
+        part = self._state[stored][rows]
+        return turned_first(part, self.config.head_dim, self.config.rotary_dim) if self._is_turned(name) else part
+
+    def _projection_as_stored(self, name: str) -> Weight:
+        stored, rows = self._place(name)
+        packed = self._packed(stored)
+        if packed is None:
+            return self._projection(name)
+        start, end, _ = rows.indices(len(packed))
+        part = packed if end - start == len(packed) else packed.rows(start, end)
+        if not self._is_turned(name):
+            return part
+        return part.reordered(turned_first(torch.arange(len(part)), self.config.head_dim, self.config.rotary_dim))
+
+    def _place(self, name: str) -> tuple[str, slice]:
+        """Which tensor a projection's is part of, and the rows."""
         stem, projection, kind = name.rsplit(".", 2)
         fused, rows = self._parts.get(projection, (projection, slice(None)))
-        part = self._state[f"{stem}.{fused}.{kind}"][rows]
-        if projection in ("q_proj", "k_proj") and self.config.rotary_dim != self.config.head_dim:
-            part = turned_first(part, self.config.head_dim, self.config.rotary_dim)
-        return part
+        return f"{stem}.{fused}.{kind}", rows
+
+    def _is_turned(self, name: str) -> bool:
+        """Whether its heads' parts that turn have to be put first."""
+        is_head = name.rsplit(".", 2)[1] in ("q_proj", "k_proj")
+        return is_head and self.config.rotary_dim != self.config.head_dim
 
     def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
         """Converted on the way to their places: no second copy is made."""

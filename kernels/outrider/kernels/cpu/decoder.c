@@ -25,11 +25,12 @@ typedef struct {
     int64_t gate_is_gelu;                     /* its approximation with tanh; else silu */
     float eps, scale, softcap, logit_softcap; /* softcap 0: none */
     const Layer *layers;
-    const void *embeddings;                   /* [num_embeddings][hidden] float32, or bfloat16 */
-    int64_t num_embeddings, embeddings_are_half;
+    const void *embeddings;                   /* [num_embeddings][hidden] float32, or bfloat16, or a packed Matrix */
+    int64_t num_embeddings, embeddings_kind;
     float embedding_scale;
     const float *norm; /* [hidden] */
     Matrix head;
+    int64_t has_tiles; /* some matrix */
 } Decoder;
 
 typedef struct {
@@ -237,16 +238,25 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
     meet(thread);
 }
 
+/* The embedding of an id. out: [hidden] */
+static void look_up_embedding(const Decoder *decoder, int64_t id, float *out) {
+    if (decoder->embeddings_kind == PACKED) {
+        const Matrix *matrix = decoder->embeddings;
+        const char *panel = (const char *)matrix->panels + id / PANEL * panel_bytes(matrix);
+        unpack_output(matrix->packing, panel, matrix->inputs, id % PANEL, out);
+        return;
+    }
+    for (int64_t at = 0; at < decoder->hidden; at += LANES)
+        store(out + at, weights_at((int)decoder->embeddings_kind, decoder->embeddings, id * decoder->hidden + at));
+}
+
 /* hidden: [rows][hidden]. */
 static void embed(Thread *thread, const Decoder *decoder, const int64_t *ids, int64_t rows, float *hidden) {
     for (CLAIM(row, rows)) {
-        int64_t first = ids[row] * decoder->hidden;
-        const float *wide = (const float *)decoder->embeddings + first;
-        const uint16_t *half = (const uint16_t *)decoder->embeddings + first;
-        for (int64_t at = 0; at < decoder->hidden; at += LANES) {
-            floats numbers = decoder->embeddings_are_half ? widen(half + at) : load(wide + at);
-            store(hidden + row * decoder->hidden + at, numbers * all(decoder->embedding_scale));
-        }
+        float *to = hidden + row * decoder->hidden;
+        look_up_embedding(decoder, ids[row], to);
+        for (int64_t at = 0; at < decoder->hidden; at += LANES)
+            store(to + at, load(to + at) * all(decoder->embedding_scale));
     }
     meet(thread);
 }
@@ -365,11 +375,11 @@ int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t
 #pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
     {
         Thread thread = join(&team, batch->rows, batch->longest, scratch);
-        if (decoder->head.kind == TILES) tiles_begin();
+        if (decoder->has_tiles) tiles_begin();
         embed(&thread, decoder, ids, batch->rows, hidden);
         run_layers(&thread, decoder, batch, hidden, shared, &taps);
         if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
-        if (decoder->head.kind == TILES) tiles_end();
+        if (decoder->has_tiles) tiles_end();
     }
     return 1;
 }
@@ -381,14 +391,14 @@ void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float
 #pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
     {
         Thread thread = join(&team, rows, 0, scratch);
-        if (decoder->head.kind == TILES) tiles_begin();
+        if (decoder->has_tiles) tiles_begin();
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
             for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, &UNCHANGED, out, matrices[at]);
         }
         product(&thread, &decoder->head, in, rows, 0, &UNCHANGED, logits, &decoder->head);
-        if (decoder->head.kind == TILES) tiles_end();
+        if (decoder->has_tiles) tiles_end();
     }
 }
 

@@ -3,18 +3,14 @@ layers, on threads that stay together. Everything is computed in float32.
 
 Where all weights are bfloat16 numbers, as most checkpoints' are, they are read as 16 bits: half the memory traffic, the
 same function; and multiplied by the processor's matrix unit (AMX) if it has one. A draft's may be rounded to 8 bits:
-half of that again, nearly the same function. Every row's bits depend on its own
-sequence alone: the pass is batch-invariant."""
+half of that again, nearly the same function. Those of a quantised checkpoint stay as packed as they were: the function
+of the numbers that they stand for. Every row's bits depend on its own sequence alone: the pass is batch-invariant."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import math
-import mmap
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,13 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.cpu.library import cpu_library, cpu_library_name
+from outrider.kernels.cpu.memory import in_huge_pages
+from outrider.kernels.cpu.packed import Packing, can_pack, pack_quantized, packing_of
 from outrider.kernels.layers.reference import int8_scales, to_int8
+from outrider.kernels.quantized.form import QuantizedMatrix
 
 PANEL = 32  # outputs whose weights lie together
 DIM_MULTIPLE = 16  # of hidden sizes and heads
 STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
-HUGE_PAGE = 2 << 20  # bytes
 CHUNK = 1 << 20  # elements of a weight that are laid out at a time
 
 log = logging.getLogger(__name__)
@@ -44,9 +42,15 @@ class Kind(IntEnum):
     HALVES = 1
     TILES = 2
     BYTES = 3  # rounded to integers of 8 bits, with a scale for each output
+    PACKED = 4  # a quantised checkpoint's codes
+    SECTIONS = 5  # matrices of several kinds, one below the other
 
 
 _NUMBERS = {Kind.FLOATS: torch.float32, Kind.HALVES: torch.int16, Kind.TILES: torch.int16, Kind.BYTES: torch.int8}
+
+
+Weight = Tensor | QuantizedMatrix  # [out, in], a tensor of any floating type
+Weights = Weight | tuple[Weight, ...]  # several, one below the other, of whatever types
 
 
 class Matrix(Structure):
@@ -55,7 +59,8 @@ class Matrix(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("panels", "bias", "scales")),
         *((name, c_int64) for name in ("outputs", "inputs", "kind")),
-    )
+        ("packing", POINTER(Packing)), ("sections", c_void_p), ("num_sections", c_int64),
+    )  # fmt: skip
 
 
 class _Layer(Structure):
@@ -72,8 +77,8 @@ class _Decoder(Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
         ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
         ("layers", POINTER(_Layer)),
-        ("embeddings", c_void_p), ("num_embeddings", c_int64), ("embeddings_are_half", c_int64),
-        ("embedding_scale", c_float), ("norm", c_void_p), ("head", Matrix),
+        ("embeddings", c_void_p), ("num_embeddings", c_int64), ("embeddings_kind", c_int64),
+        ("embedding_scale", c_float), ("norm", c_void_p), ("head", Matrix), ("has_tiles", c_int64),
     )  # fmt: skip
 
 
@@ -87,13 +92,13 @@ class _Rows(Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's: the matrices in any floating type, all else float32."""
+    """One layer's: the matrices in any floating type or quantised, all else float32."""
 
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    output: Tensor  # [hidden, heads * head_dim]
-    gate: Tensor  # [intermediate, hidden]
-    up: Tensor  # [intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    qkv: Weights  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    output: Weights  # [hidden, heads * head_dim]
+    gate: Weights  # [intermediate, hidden]
+    up: Weights  # [intermediate, hidden]
+    down: Weights  # [hidden, intermediate]
     input_norm: Tensor  # [hidden]: before attention
     post_norm: Tensor  # [hidden]: before the gate
     rotary: tuple[Tensor, Tensor]  # cos and signed sin, [positions, head_dim] each
@@ -108,7 +113,7 @@ class LayerWeights:
     window: int | None = None
 
     @property
-    def matrices(self) -> tuple[Tensor, ...]:
+    def matrices(self) -> tuple[Weights, ...]:
         """What rows are multiplied with."""
         return self.qkv, self.output, self.gate, self.up, self.down
 
@@ -143,12 +148,12 @@ class CpuDecoder:
 
     def __init__(
         self,
-        embeddings: Tensor,  # [ids, hidden] of any floating type
+        embeddings: Weight,  # [ids, hidden]
         layers: Iterable[LayerWeights],  # the next is asked for when the one before it is packed
         norm: Tensor,  # [hidden]
-        head: Tensor,  # [vocab, hidden]
+        head: Weight,  # [vocab, hidden]; quantised embeddings may be the head, too, and are kept once
         *,
-        kind: Kind,  # of all weights
+        kind: Kind | None,  # of all weights that are tensors; None, beside quantised ones: of each what it needs
         heads: int,
         kv_heads: int,
         eps: float,
@@ -165,17 +170,18 @@ class CpuDecoder:
         self.library_name = cpu_library_name() or ""
         self._library.decoder_scratch.restype = c_int64
         self.kind = kind
-        self._kept: list[Tensor] = []  # what the pointers below point to
+        self._kept: list[object] = []  # what the pointers below point to
         packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
         self._layers = (_Layer * len(packed))(*packed)
         self.hidden, self.vocab_size, self._num_embeddings = norm.shape[0], head.shape[0], len(embeddings)
-        is_half = embeddings.dtype == torch.bfloat16
+        head_matrix = self._matrix(head, None)
+        table, table_kind = self._table(embeddings, head_matrix if embeddings is head else None)
         self._decoder = _Decoder(
             len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
             packed[0].qkv.outputs // (heads + 2 * kv_heads), int(activation == "gelu_tanh"),
             eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
-            self._layers, self._pointer(embeddings if is_half else embeddings.float()), len(embeddings), int(is_half),
-            embedding_scale, self._pointer(norm), self._matrix(head, None),
+            self._layers, table, len(embeddings), table_kind, embedding_scale, self._pointer(norm), head_matrix,
+            int(kind is Kind.TILES),
         )  # fmt: skip
         self._scratch = torch.empty(0)
 
@@ -242,17 +248,72 @@ class CpuDecoder:
             layer.window or 0,
         )
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
-        scales = row_scales(weight) if self.kind is Kind.BYTES else None
-        panels = pack(weight, self.kind, scales)
-        pointers = map(self._pointer, (panels, bias, scales))
-        return Matrix(*pointers, weight.shape[0], weight.shape[1], self.kind)
+    def _table(self, embeddings: Weight, head: Matrix | None) -> tuple[int, Kind]:
+        """Where the embeddings lie, and how: in the head, where that is given and packed."""
+        if isinstance(embeddings, Tensor):
+            kind = Kind.HALVES if embeddings.dtype == torch.bfloat16 else Kind.FLOATS
+            pointer = self._pointer(embeddings if kind is Kind.HALVES else embeddings.float())
+            assert pointer is not None
+            return pointer, kind
+        matrix = self._matrix(embeddings, None) if head is None else head
+        if matrix.kind != Kind.PACKED:
+            return self._table(embeddings.decode(), None)
+        self._kept.append(matrix)
+        return ctypes.addressof(matrix), Kind.PACKED
+
+    def _matrix(self, weight: Weights, bias: Tensor | None) -> Matrix:
+        matrix, kept = matrix_of(weight, bias, self.kind)
+        self._kept.append(kept)
+        return matrix
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
+        kept = tensor.contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
+def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None) -> tuple[Matrix, object]:
+    """A weight as the kernels read it, and what its pointers point to. `kind` is that of tensors; None: as few bits as
+    hold the numbers of each, on the processor's vectors. Raises ValueError for tiles beside quantised ones: rows lie
+    in one way for all of them."""
+    if kind is Kind.TILES and not isinstance(weight, Tensor):
+        raise ValueError("kind: is TILES, with quantised weights; allowed: None")
+    if isinstance(weight, tuple):
+        return _sections(weight, bias, kind)
+    if isinstance(weight, QuantizedMatrix) and can_pack(weight):
+        packing = packing_of(weight.form)
+        packed, bias = pack_quantized(weight), None if bias is None else bias.contiguous()
+        matrix = Matrix(packed.data_ptr(), _address(bias), None, *weight.shape, Kind.PACKED, ctypes.pointer(packing))
+        return matrix, (packed, bias, packing)
+    numbers = weight if isinstance(weight, Tensor) else weight.decode()
+    kind = kind if kind is not None else Kind.HALVES if is_bfloat16(numbers) else Kind.FLOATS
+    scales = row_scales(numbers) if kind is Kind.BYTES else None
+    panels, bias = pack(numbers, kind, scales), None if bias is None else bias.contiguous()
+    matrix = Matrix(panels.data_ptr(), _address(bias), _address(scales), *numbers.shape, kind)
+    return matrix, (panels, bias, scales)
+
+
+def _sections(weights: tuple[Weight, ...], bias: Tensor | None, kind: Kind | None) -> tuple[Matrix, object]:
+    """Tensors become one, and so do all where one ends within a panel."""
+    if all(isinstance(weight, Tensor) for weight in weights) or any(len(weight) % PANEL for weight in weights[:-1]):
+        parts = [weight if isinstance(weight, Tensor) else weight.decode() for weight in weights]
+        return matrix_of(parts[0] if len(parts) == 1 else torch.cat(parts), bias, kind)
+    biases = [None] * len(weights) if bias is None else torch.split(bias, [len(weight) for weight in weights])
+    made = [matrix_of(weight, part, kind) for weight, part in zip(weights, biases, strict=True)]
+    if len(made) == 1:
+        return made[0]
+    sections = (Matrix * len(made))(*(matrix for matrix, _ in made))
+    outputs = sum(len(weight) for weight in weights)
+    matrix = Matrix(
+        None, None, None, outputs, weights[0].shape[1], Kind.SECTIONS, None, ctypes.addressof(sections), len(made)
+    )
+    return matrix, (sections, made)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def kind_for(all_bfloat16: bool) -> Kind:
@@ -287,27 +348,13 @@ def pack(weight: Tensor, kind: Kind, scales: Tensor | None = None) -> Tensor:
     shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
     if kind is Kind.TILES:
         shape = (shape[0], -(-inputs // STEP), 2, STEP // 2, PANEL // 2, 2)
-    packed = _in_huge_pages(shape, _NUMBERS[kind])
+    packed = in_huge_pages(shape, _NUMBERS[kind])
     start = 0
     for part in _chunks(weight):
         panels = _panels(part, kind, None if scales is None else scales[start * PANEL :][: len(part)])
         packed[start : start + len(panels)] = panels
         start += len(panels)
     return packed
-
-
-def _in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Empty memory, in huge pages as far as it fills them and the system has them: whoever reads all of it meets fewer
-    ends of pages."""
-    count = math.prod(shape)
-    whole = count * dtype.itemsize // HUGE_PAGE * HUGE_PAGE  # bytes
-    if sys.platform != "linux" or not whole:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    with suppress(OSError):  # a system built without them
-        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.decoder import DIM_MULTIPLE, Matrix, is_bfloat16, kind_for, pack
+from outrider.kernels.cpu.decoder import DIM_MULTIPLE, Weights, is_bfloat16, kind_for, matrix_of
 from outrider.kernels.cpu.library import cpu_library
 
 
@@ -22,16 +22,13 @@ def can_multiply(weight: Tensor) -> bool:  # [out, in]
 class CpuLinear:
     """y = x W^T + b. One thread at a time may call it: it keeps its scratch memory."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:  # [out, in] and [out], float32
+    def __init__(self, weight: Weights, bias: Tensor | None = None) -> None:  # [out, in] and [out], float32
         library: Any = cpu_library()
         self._library = library
         self._library.matrix_scratch.restype = c_int64
-        kind = kind_for(is_bfloat16(weight))
-        self._kept = pack(weight, kind), None if bias is None else bias.contiguous()
-        panels, kept_bias = self._kept
-        pointer = None if kept_bias is None else kept_bias.data_ptr()
-        self._outputs, self._inputs = weight.shape
-        self._matrix = Matrix(panels.data_ptr(), pointer, None, self._outputs, self._inputs, kind)
+        kind = kind_for(is_bfloat16(weight)) if isinstance(weight, Tensor) else None
+        self._matrix, self._kept = matrix_of(weight, bias, kind)
+        self._outputs, self._inputs = self._matrix.outputs, self._matrix.inputs
         self._scratch = torch.empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, in] float32 -> [rows, out]

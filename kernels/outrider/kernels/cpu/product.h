@@ -1,46 +1,28 @@
 /* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32, as bfloat16, which
    are the upper halves of float32 numbers, or as integers of 8 bits, with a scale for each output, by which its sum is
-   multiplied. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so all that one step of a sum
+   multiplied; those of quantised checkpoints as packed.h has them. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so all that one step of a sum
    reads lies together. Every output is one sum over the inputs in ascending order: its bits depend neither on the other
    rows nor on the threads. Where the processor multiplies tiles of bfloat16 numbers, weights and rows lie as tiles.h has
    them. */
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
-#include <string.h>
-
+#include "packed.h"
+#include "panels.h"
 #include "tiles.h"
-#include "vectors.h"
 
-#define PANEL 32
-#define VECTORS (PANEL / LANES)
-#ifdef __AVX512F__
-#define MOST_ROWS 12 /* 24 of 32 registers hold sums */
-#else
-#define MOST_ROWS 3 /* 12 of 16, or 24 of NEON's 32 */
-#endif
 #define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
-/* Weights of few bits are read once in a pass: what is fetched need not stay in the outer caches. */
-#define FETCH_ONCE(at) __builtin_prefetch(at, 0, 0)
 
-enum { FLOATS, HALVES, TILES, BYTES }; /* how weights lie */
-
-typedef struct {
-    const void *panels;  /* [ceil(outputs / 32)] of [inputs][32], or of [steps][2][16][16][2] */
+typedef struct Matrix {
+    const void *panels;  /* [ceil(outputs / 32)] of [inputs][32], of [steps][2][16][16][2], or as packed.h has them */
     const float *bias;   /* [outputs], or none */
     const float *scales; /* [outputs] of bytes, or none */
     int64_t outputs, inputs, kind;
+    const Packing *packing;        /* of packed ones, or none */
+    const struct Matrix *sections; /* [num_sections], or none: matrices of several kinds, one below the other, each of */
+    int64_t num_sections;          /* whole panels but the last; none is of tiles */
 } Matrix;
-
-typedef float Results[PANEL]; /* of one row and panel */
-
-/* As many numbers of a panel as a register has, from number `at` on. */
-INLINE floats weights_at(const int kind, const void *panel, int64_t at) {
-    if (kind == HALVES) return widen((const uint16_t *)panel + at);
-    if (kind == BYTES) return from_bytes((const int8_t *)panel + at);
-    return load((const float *)panel + at);
-}
 
 /* Asks for the line or lines of a panel with the numbers of one input, from number `at` on. */
 INLINE void fetch(const int kind, const void *panel, int64_t at) {
@@ -93,10 +75,6 @@ static void multiply_rows(int64_t rows, int64_t kind, const float *x, const void
 #endif
     }
 }
-
-/* Groups of about equal size: how many, and where each starts. */
-INLINE int64_t num_groups(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
-INLINE int64_t group_start(int64_t group, int64_t rows) { return rows * group / num_groups(rows); }
 
 /* Floats that rows take where a product reads them. */
 INLINE int64_t placed_size(int64_t inputs, int64_t rows) {
@@ -160,11 +138,31 @@ static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x,
     }
 }
 
+INLINE int64_t panel_bytes(const Matrix *matrix) {
+    if (matrix->kind == TILES) return num_steps(matrix->inputs) * 2 * TILE * (int64_t)sizeof(uint16_t);
+    if (matrix->kind == PACKED) return packed_bytes(matrix->packing, matrix->inputs);
+    return matrix->inputs * PANEL * number_bytes(matrix->kind);
+}
+
+INLINE int64_t num_panels(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
+
+/* The matrix that a panel is of, which is a section where there are any; `panel` becomes its number there. */
+INLINE const Matrix *owner_of(const Matrix *matrix, int64_t *panel) {
+    const Matrix *section = matrix->sections;
+    if (!section) return matrix;
+    for (; *panel >= num_panels(section); section++) *panel -= num_panels(section);
+    return section;
+}
+
 /* All rows of x times one panel, its scales and its bias. out: [rows] */
 static void product_panel(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
-    int64_t size = num_steps(matrix->inputs) * 2 * TILE, first = panel * PANEL;
+    matrix = owner_of(matrix, &panel);
+    int64_t first = panel * PANEL;
+    const char *weights = (const char *)matrix->panels + panel * panel_bytes(matrix);
     if (matrix->kind == TILES)
-        multiply_tiles((const uint16_t *)x, (const uint16_t *)matrix->panels + panel * size, matrix->inputs, rows, out);
+        multiply_tiles((const uint16_t *)x, (const uint16_t *)weights, matrix->inputs, rows, out);
+    else if (matrix->kind == PACKED)
+        multiply_packed(matrix->packing, weights, matrix->inputs, x, rows, out);
     else
         multiply_groups(matrix, panel, x, rows, out);
     int64_t left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
@@ -173,12 +171,5 @@ static void product_panel(const Matrix *matrix, int64_t panel, const float *x, i
         for (int64_t at = 0; matrix->bias && at < width; at++) out[row][at] += matrix->bias[first + at];
     }
 }
-
-INLINE int64_t panel_bytes(const Matrix *matrix) {
-    if (matrix->kind == TILES) return num_steps(matrix->inputs) * 2 * TILE * (int64_t)sizeof(uint16_t);
-    return matrix->inputs * PANEL * number_bytes(matrix->kind);
-}
-
-INLINE int64_t num_panels(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
 
 #endif

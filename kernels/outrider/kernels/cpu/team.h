@@ -52,12 +52,19 @@ static void meet(Thread *thread) {
     }
 }
 
-/* What to fetch in all meetings until the product with `matrix`: the beginning of this thread's share. */
+/* What to fetch in all meetings until the product with `matrix`: the beginning of this thread's share, as far as it is
+   of one section. */
 static void look_ahead(Thread *thread, const Matrix *matrix) {
-    int64_t bytes = panel_bytes(matrix), count = num_panels(matrix);
+    int64_t count = num_panels(matrix);
     int64_t start = count * thread->index / thread->size, end = count * (thread->index + 1) / thread->size;
-    thread->ahead = (const char *)matrix->panels + start * bytes;
-    thread->ahead_end = thread->ahead + ((end - start) * bytes < MOST_AHEAD ? (end - start) * bytes : MOST_AHEAD);
+    thread->ahead = thread->ahead_end = NULL;
+    if (start == end) return;
+    int64_t first = start;
+    const Matrix *owner = owner_of(matrix, &first);
+    int64_t left = num_panels(owner) - first, wanted = end - start < left ? end - start : left;
+    int64_t bytes = wanted * panel_bytes(owner);
+    thread->ahead = (const char *)owner->panels + first * panel_bytes(owner);
+    thread->ahead_end = thread->ahead + (bytes < MOST_AHEAD ? bytes : MOST_AHEAD);
 }
 
 static int64_t take(Thread *thread, int64_t owner) {

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -15,11 +17,15 @@
 #define LANES 4
 #endif
 
+#define OCTETS (4 * LANES) /* bytes of a register */
+
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint8_t octets __attribute__((vector_size(OCTETS), aligned(1), may_alias));
+typedef uint16_t pairs __attribute__((vector_size(OCTETS), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -43,6 +49,50 @@ INLINE floats from_bytes(const int8_t *from) {
 #endif
     return __builtin_convertvector(wide, floats);
 }
+
+/* float16 numbers, of which none is infinite. Without an instruction for it their bits are those of a float32 number
+   that is 2^112 times too small. */
+INLINE floats from_halves(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i_u *)from));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)from));
+#else
+    words wide = __builtin_convertvector(*(const halves *)from, words);
+    floats size = (floats)((wide & 0x7fff) << 13) * all(0x1p112f);
+    return (floats)((words)size | (wide & 0x8000) << 16);
+#endif
+}
+
+INLINE octets load_octets(const void *from) { return *(const octets *)from; }
+INLINE void store_octets(void *to, octets value) { *(octets *)to = value; }
+
+/* Shifts by pairs of bytes: bits that come from a byte's neighbour are the caller's to mask. */
+INLINE octets shift_left(octets value, int by) { return (octets)((pairs)value << by); }
+INLINE octets shift_right(octets value, int by) { return (octets)((pairs)value >> by); }
+
+/* For each byte from 0 to 15 that of the table. */
+#if defined(__AVX512F__)
+INLINE octets look_up(const int8_t table[16], octets at) {
+    __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i_u *)table));
+    return (octets)_mm512_shuffle_epi8(entries, (__m512i)at);
+}
+#elif defined(__AVX2__)
+INLINE octets look_up(const int8_t table[16], octets at) {
+    __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i_u *)table));
+    return (octets)_mm256_shuffle_epi8(entries, (__m256i)at);
+}
+#elif defined(__aarch64__)
+INLINE octets look_up(const int8_t table[16], octets at) {
+    return (octets)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at);
+}
+#else
+static __attribute__((noinline)) octets look_up(const int8_t table[16], octets at) {
+    octets found;
+    for (int lane = 0; lane < OCTETS; lane++) found[lane] = (uint8_t)table[at[lane]];
+    return found;
+}
+#endif
 
 /* Lanes of `yes` where the mask is set, of `no` elsewhere. */
 INLINE floats choose(integers mask, floats yes, floats no) {

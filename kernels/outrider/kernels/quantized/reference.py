@@ -27,25 +27,27 @@ def _half(blocks: Tensor, start: int) -> Tensor:  # [blocks, bytes] -> [blocks, 
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:  # [..., n] -> [..., 2 n]: all low ones, then all high ones
+def nibbles(packed: Tensor) -> Tensor:  # [..., n] -> [..., 2 n]
+    """Fours of bits: all low ones, then all high ones."""
     return torch.cat([packed & NIBBLE, packed >> 4], dim=-1)
 
 
-def _bits(packed: Tensor) -> Tensor:  # [blocks, bytes] -> [blocks, 8 bytes], the lowest first
+def bits(packed: Tensor) -> Tensor:  # [blocks, bytes] -> [blocks, 8 bytes]
+    """Single bits, of each byte the lowest first."""
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
+    return nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
 
 
 def _q5(blocks: Tensor, start: int) -> Tensor:
     """Integers from 0 to 31, behind their fifth bits."""
-    return (_nibbles(blocks[:, start + 4 :]) | _bits(blocks[:, start : start + 4]) << 4).float()
+    return (nibbles(blocks[:, start + 4 :]) | bits(blocks[:, start : start + 4]) << 4).float()
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -60,33 +62,33 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """packed: [blocks, 12] -> the scales and minima of the parts, [blocks, 8] float32 each, of six bits."""
+def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """packed: [blocks, 12] -> the scales and minima of the parts, [blocks, 8] uint8 each, of six bits."""
     low, middle, high = packed.split(4, dim=-1)
     scales = torch.cat([low & 63, (high & NIBBLE) | (low >> 6 << 4)], dim=-1)
     minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)
-    return scales.float(), minima.float()
+    return scales, minima
 
 
 def _by_parts(blocks: Tensor, numbers: Tensor) -> Tensor:
     """numbers: [blocks, 8, 32] integers of a K kind whose blocks begin with two halves and packed scales."""
-    scales, minima = _k_scales(blocks[:, 4:16])
-    scaled = (_half(blocks, 0) * scales)[..., None] * numbers.float() - (_half(blocks, 2) * minima)[..., None]
-    return scaled.flatten(1)
+    scales, minima = k_scales(blocks[:, 4:16])
+    scales, minima = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()  # [blocks, 8] each
+    return (scales[..., None] * numbers.float() - minima[..., None]).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    return _by_parts(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, PARTS, 32))
+    return _by_parts(blocks, nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, PARTS, 32))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, PARTS, 32)
+    low = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, PARTS, 32)
     high = blocks[:, None, 16:48] >> torch.arange(PARTS, dtype=torch.uint8)[:, None] & 1  # [blocks, 8, 32]
     return _by_parts(blocks, low | high << 4)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3  # [blocks, 2, 4, 32]
     numbers = (low | high << 4).float() - 32
@@ -95,7 +97,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)[_nibbles(blocks[:, 1:]).long()]
+    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32)[nibbles(blocks[:, 1:]).long()]
     return torch.ldexp(values, blocks[:, :1].int() - 128)
 
 
