@@ -48,8 +48,12 @@ class _Words:
         self, module: str, codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor | None = None
     ) -> Integers:  # of codes [in, out], zeros and scales [groups, out]
         group = codes.shape[0] if self._group == -1 else self._group
-        turned = codes.t().contiguous(), scales.t().contiguous(), zeros.t().contiguous()
-        return Integers(turned[0], self._bits, turned[1], group, turned[2], group_of).check(module)
+        middle = 1 << self._bits - 1
+        turned, points = codes.t().contiguous(), zeros.t().contiguous()
+        if bool((points == middle).all()):  # as where zero is in the middle of all
+            around = (turned.short() - middle).to(torch.int8)
+            return Integers(around, self._bits, scales.t().contiguous(), group, None, group_of).check(module)
+        return Integers(turned, self._bits, scales.t().contiguous(), group, points, group_of).check(module)
 
 
 class Gptq(_Words):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
+from outrider.kernels.quantized.form import MOST_BITS, Codes, Form, QuantizedMatrix
 
 BITS = (4, 8)  # of integers
 WORD = 32  # bits of the integers in which others are packed
@@ -31,6 +32,24 @@ class Integers:
         if self.zeros is not None:
             numbers -= self.zeros.float()[:, groups]
         return numbers.mul_(self.scales.float()[:, groups])
+
+    @property
+    def matrix(self) -> QuantizedMatrix | None:
+        """As the kernels keep it; None for what they have no form for: it is decoded."""
+        bits, zeros = self.bits, self.zeros
+        if self.group_of is not None or self.codes.shape[1] % self.group or (bits == MOST_BITS and zeros is not None):
+            return None
+        middle = 0 if bits == MOST_BITS or self.codes.dtype == torch.uint8 else 1 << bits - 1  # codes are not negative
+        own = None if zeros is None else (zeros.short() + middle).to(torch.uint8)
+        scales = self.scales if self.scales.dtype in (torch.float16, torch.bfloat16) else self.scales.float()
+        form = Form(bits, self.group, scales.dtype, zero=middle if own is None else 0, has_zeros=own is not None)
+
+        def read(start: int, end: int) -> Codes:
+            codes = self.codes[start:end]
+            codes = codes if bits == MOST_BITS else (codes.short() + middle).to(torch.uint8)
+            return Codes(codes, scales[start:end], zeros=None if own is None else own[start:end])
+
+        return QuantizedMatrix(form, (self.codes.shape[0], self.codes.shape[1]), read)
 
     def check(self, name: str) -> Integers:
         """Itself. Raises WrongCheckpoint where its parts do not fit one another."""
@@ -61,6 +80,11 @@ class SmallFloats:
     floats: Tensor  # [out, in] float8
     scales: Tensor  # [], [1], [out, 1], or [blocks of outputs, blocks of inputs]
     block: tuple[int, int] | None = None  # outputs and inputs of a block
+
+    @property
+    def matrix(self) -> QuantizedMatrix | None:
+        """The kernels have no form for them: they are decoded."""
+        return None
 
     def decode(self) -> Tensor:  # [out, in] float32
         """The numbers."""

@@ -14,6 +14,7 @@ from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.quantized.compressed_tensors import CompressedTensors
 from outrider.engine.quantized.gptq_awq import Awq, Gptq
 from outrider.engine.quantized.numbers import Integers, SmallFloats
+from outrider.kernels.quantized.form import QuantizedMatrix
 
 KEYS = ("quantization_config", "compression_config")  # of config.json
 
@@ -58,7 +59,7 @@ def layout_of(said: Mapping[str, Any]) -> Layout:
     return LAYOUTS[method](said)
 
 
-class QuantizedState(Mapping[str, Tensor]):
+class QuantizedTensors(Mapping[str, Tensor]):
     """A LazyState over the tensors as they are stored."""
 
     def __init__(self, layout: Layout, stored: Mapping[str, Tensor]) -> None:
@@ -77,6 +78,11 @@ class QuantizedState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A weight as it is stored; None for what the kernels would decode."""
+        module = self._weights.get(name)
+        return None if module is None else self.numbers(module).matrix
 
     def numbers(self, module: str) -> Integers | SmallFloats:
         """What stands for the weight of a module. Raises WrongCheckpoint."""

@@ -252,9 +252,8 @@ class CpuDecoder:
         """Where the embeddings lie, and how: in the head, where that is given and packed."""
         if isinstance(embeddings, Tensor):
             kind = Kind.HALVES if embeddings.dtype == torch.bfloat16 else Kind.FLOATS
-            pointer = self._pointer(embeddings if kind is Kind.HALVES else embeddings.float())
-            assert pointer is not None
-            return pointer, kind
+            self._kept.append(table := (embeddings if kind is Kind.HALVES else embeddings.float()).contiguous())
+            return table.data_ptr(), kind
         matrix = self._matrix(embeddings, None) if head is None else head
         if matrix.kind != Kind.PACKED:
             return self._table(embeddings.decode(), None)

@@ -55,14 +55,12 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
 def pack_quantized(matrix: QuantizedMatrix) -> Tensor:
     """[ceil(out / 32), bytes of a panel] uint8, filled up with zeros. Takes little memory beside the result."""
     outputs, inputs = matrix.shape
-    packed: Tensor | None = None
+    width = _panels(matrix.form, matrix.read(0, 1)).shape[1]
+    packed = in_huge_pages((-(-outputs // PANEL), width), torch.uint8)
     step = max(CHUNK // inputs // PANEL, 1) * PANEL
     for start in range(0, outputs, step):
         panels = _panels(matrix.form, matrix.read(start, min(start + step, outputs)))
-        if packed is None:
-            packed = in_huge_pages((-(-outputs // PANEL), panels.shape[1]), torch.uint8)
         packed[start // PANEL :][: len(panels)] = panels
-    assert packed is not None
     return packed
 
 
