@@ -83,7 +83,8 @@ class Gptq(_Words):
         points = unpack(zeros, self._bits, outputs, 1).short() + self._less
         codes = unpack(words, self._bits, inputs, 0)
         order = stored.get(f"{module}.g_idx")
-        in_order = order is None or (self._group > 0 and torch.equal(order.long(), torch.arange(inputs) // self._group))
+        group = inputs if self._group == -1 else self._group
+        in_order = order is None or torch.equal(order.long(), torch.arange(inputs) // group)
         return self._made(module, codes, points, scales, None if in_order or order is None else order.long())
 
 

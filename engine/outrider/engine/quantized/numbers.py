@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.kernels.quantized.form import MOST_BITS, Codes, Form, QuantizedMatrix
+from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
 
 BITS = (4, 8)  # of integers
+MOST_ZERO = 255  # of a zero point that stays as it is
+HALVES = (torch.float16, torch.bfloat16)
 WORD = 32  # bits of the integers in which others are packed
 
 
@@ -36,17 +38,17 @@ class Integers:
     @property
     def matrix(self) -> QuantizedMatrix | None:
         """As the kernels keep it; None for what they have no form for: it is decoded."""
-        bits, zeros = self.bits, self.zeros
-        if self.group_of is not None or self.codes.shape[1] % self.group or (bits == MOST_BITS and zeros is not None):
+        middle = 1 << self.bits - 1 if self.codes.dtype == torch.int8 else 0  # theirs are not negative
+        zeros = None if self.zeros is None else self.zeros.short() + middle
+        beyond = zeros is not None and int(zeros.max()) > MOST_ZERO
+        if self.group_of is not None or self.codes.shape[1] % self.group or beyond:
             return None
-        middle = 0 if bits == MOST_BITS or self.codes.dtype == torch.uint8 else 1 << bits - 1  # codes are not negative
-        own = None if zeros is None else (zeros.short() + middle).to(torch.uint8)
-        scales = self.scales if self.scales.dtype in (torch.float16, torch.bfloat16) else self.scales.float()
-        form = Form(bits, self.group, scales.dtype, zero=middle if own is None else 0, has_zeros=own is not None)
+        scales = self.scales if self.scales.dtype in HALVES else self.scales.float()
+        own = None if zeros is None else zeros.to(torch.uint8)
+        form = Form(self.bits, self.group, scales.dtype, zero=middle if own is None else 0, has_zeros=own is not None)
 
         def read(start: int, end: int) -> Codes:
-            codes = self.codes[start:end]
-            codes = codes if bits == MOST_BITS else (codes.short() + middle).to(torch.uint8)
+            codes = (self.codes[start:end].short() + middle).to(torch.uint8)
             return Codes(codes, scales[start:end], zeros=None if own is None else own[start:end])
 
         return QuantizedMatrix(form, (self.codes.shape[0], self.codes.shape[1]), read)
