@@ -12,6 +12,7 @@ from outrider.cli.arguments import parse
 from outrider.cli.colocated import ColocatedSettings
 from outrider.cli.demo import DemoSettings
 from outrider.cli.serve import ServeSettings
+from outrider.pairs import pair_path
 from outrider.rpc.settings import ServiceSettings, former_options, load_settings, options
 
 COMMANDS: dict[str, type[ServiceSettings]] = {
@@ -128,3 +129,10 @@ def test_no_former_name_is_shown(command: str, capsys: pytest.CaptureFixture[str
         assert not {former.flag for former in former_options(COMMANDS[command]).values()} & {*shown} - {
             option.flag for option in options(COMMANDS[command])
         }
+
+
+def test_a_target_that_drafts_for_itself_is_its_own_draft(tmp_path: Path) -> None:
+    for target, folder in (("large", Path("large")), ("python", pair_path("python").target)):
+        settings = ServeSettings.model_validate({"target": {"model": target}, "draft": {"model": "self:int4"}})
+        assert settings.draft is not None
+        assert (settings.draft.model, settings.draft.quantization) == (folder, "int4")

@@ -14,13 +14,14 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
-from support.models import build_decoder, logits_of, save_tiny, tiny_config
+from support.models import KERNELS, build_decoder, cpu_kernels, logits_of, save_tiny, tiny_config
 from torch import Tensor
 
 from outrider.engine import checkpoint
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.quantized.numbers import unpack
+from outrider.engine.quantized.rounding import Rounding
 from outrider.engine.quantized.state import QuantizedTensors, layout_of
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -274,3 +275,22 @@ def test_parts_that_do_not_fit_name_their_tensor(tmp_path: Path) -> None:
     folder = quantised_folder(tmp_path / "misshapen", without("scales"), said)
     with pytest.raises(WrongCheckpoint, match="has shape"):
         checkpoint.read_weights(folder, checkpoint.weight_files(folder))["model.layers.0.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_rounded_model_is_nearly_the_same(rounding: Rounding, kernels: str, tmp_path: Path) -> None:
+    folder, ids = save_tiny(tmp_path / "model", "phi3", hidden_size=64, intermediate_size=128), list(range(3, 40))
+    with cpu_kernels(kernels):
+        rounded, plain = load_model(folder, quantization=rounding), load_model(folder)
+    moved = (logits_of(rounded, ids) - logits_of(plain, ids)).abs().mean() / logits_of(plain, ids).abs().mean()
+    assert 0 < moved < (0.1 if rounding == "int8" else 0.6) and rounded.dtype == rounding
+
+
+def test_what_is_rounded_computes_its_numbers(tmp_path: Path) -> None:
+    """Packed by the C kernels, and decoded by PyTorch's."""
+    folder, ids, found = save_tiny(tmp_path / "model", intermediate_size=128), list(range(3, 40)), []
+    for kernels in KERNELS:
+        with cpu_kernels(kernels):
+            found.append(logits_of(load_model(folder, quantization="int4"), ids))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)

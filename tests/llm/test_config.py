@@ -572,3 +572,18 @@ def test_calls_of_an_llm(llm: LLM) -> None:
         warnings.simplefilter("always")
         llm.generate(prompt_token_ids=[[5]], sampling_params=SamplingParams(max_tokens=1), **QUIET)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize(("own", "share"), [("self:int8", 0.6), ("self:int4", 0.1)])  # random weights bear little
+def test_a_target_drafts_for_itself_in_few_bits(own: str, share: float, tiny_pair: TinyPair) -> None:
+    """By its own weights, rounded; the tokens are plain decoding's."""
+    prompts = [{"prompt_token_ids": [5, 9, 3, 7 + number]} for number in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(tiny_pair.target) as plain:
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
+    with LLM(tiny_pair.target, speculative_config={"model": own, "num_speculative_tokens": 4}) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        counts = {metric.name: metric for metric in llm.get_metrics()}
+    assert [output.outputs[0].token_ids for output in found] == expected
+    drafted = counts["vllm:spec_decode_num_draft_tokens"].value
+    assert counts["vllm:spec_decode_num_accepted_tokens"].value > share * drafted > 10

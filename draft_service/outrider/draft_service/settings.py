@@ -41,8 +41,8 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     )  # fmt: skip
 
     model: Annotated[Path | None, CHECKPOINT] = None
-    quantization: Literal["int8"] | None = Field(
-        None, description="round the draft's weights to 8 bits: on a CPU, where they are read faster (as they are)"
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="round the draft's weights to 8 or 4 bits: on a CPU, where they are read faster (as they are)"
     )
     listen: Address = "127.0.0.1:50052"
     method: MethodNames = "draft_model"

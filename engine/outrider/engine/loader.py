@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedMode
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
-from outrider.engine.models.weights import with_its_head
+from outrider.engine.models.weights import meta_of, with_its_head
+from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Quantization = Literal["int8"]  # weights rounded to 8 bits, with a scale for each output
+Quantization = Rounding  # int8: with a scale for each output; int4: for each 32 inputs
 
 Expansion = Callable[[dict[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], Mapping[str, Tensor]]]
 
@@ -41,7 +42,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """The type of its weights: "float32", "bfloat16", "int8"."""
+        """The type of its weights: "float32", "bfloat16", "int8", "int4"."""
         return self.quantization or str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -86,8 +87,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
-    Weights are rounded to int8 for our own decoder in float32 on a CPU, by nearly the same function: for a draft, whose
-    folder may also hold its weights as one file of any name (`lone_file`).
+    Weights are rounded to few bits for our own decoder in float32 on a CPU, by nearly the same function: for a draft,
+    whose folder may also hold its weights as one file of any name (`lone_file`).
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
@@ -182,10 +183,13 @@ def new_decoder(
 ) -> CausalLM:
     """Our own, of tensors by their Hugging Face names: by our C kernels where they can, else by PyTorch's and
     Triton's."""
+    if quantization is not None and (device.type != "cpu" or dtype != torch.float32):
+        given = f"{quantization!r} in {str(dtype).removeprefix('torch.')} on {device}"
+        raise UnsupportedModel(f"quantization: is {given}; allowed: on a CPU, with dtype auto or float32")
     int8 = quantization == "int8"
-    if int8 and (device.type != "cpu" or dtype != torch.float32):
-        given = f"in {str(dtype).removeprefix('torch.')} on {device}"
-        raise UnsupportedModel(f"quantization: is 'int8' {given}; allowed: on a CPU, with dtype auto or float32")
+    if quantization == "int4":
+        config, state = with_its_head(config, state)
+        state = RoundedTensors(state, meta_of(state))
     if decoder_cpu.can_run(config, dtype, device):
         return NativeDecoder(config, state, int8)
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant, int8=int8)

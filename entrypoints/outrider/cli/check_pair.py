@@ -37,8 +37,8 @@ class CheckPairSettings(ServiceSettings):
         None, description="folder of a head's, instead: EAGLE, EAGLE-3, MTP, MLP speculator or Medusa beside the target"
     )
     text: Path | None = Field(None, description="text file to compare the models on; absent: they are not loaded")
-    draft_quantization: Literal["int8"] | None = Field(
-        None, description="round the draft's weights to 8 bits, as outrider draft --quantization does"
+    draft_quantization: Literal["int8", "int4"] | None = Field(
+        None, description="round the draft's weights to 8 or 4 bits, as outrider draft --quantization does"
     )
     num_draft_tokens: int = Field(4, ge=1, le=128, description="drafted tokens of a round, for the estimates")
     max_tokens: int = Field(2048, ge=2, description="tokens read of the text")

@@ -18,7 +18,7 @@ from outrider.gateway.auth import Tokens
 from outrider.gateway.settings import GatewaySettings
 from outrider.pairs import name_of, pair_path
 from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, method_of
-from outrider.rpc.hub import embedded, locate
+from outrider.rpc.hub import embedded, locate, own_draft
 from outrider.rpc.security import ServerTls
 from outrider.rpc.settings import Device, Dtype, ServiceSettings, flags_of
 from outrider.rpc.vocabulary import has_tokenizer
@@ -94,6 +94,8 @@ class LocalSettings(ServiceSettings):
         has_draft = _complete_draft(draft, is_pair, pair, has_head=target.get("head") is not None)
         if is_pair:
             target["model"] = pair_path(pair).target
+        if (own := own_draft(draft.get("model"))) is not None:
+            draft |= {"model": embedded(target["model"]) or target["model"], "quantization": own}
         if (tree := given.get("speculative_token_tree")) is not None:
             if target.get("head") is None and draft.get("method", DRAFT_MODEL) != DRAFT_MODEL:
                 raise ValueError("speculative_token_tree is drafted by a head or by draft_model alone; leave it out")

@@ -41,7 +41,7 @@ from outrider.proposers.registry import (
     method_of,
     needs_model,
 )
-from outrider.rpc.hub import embedded, is_hub_id, locate
+from outrider.rpc.hub import embedded, is_hub_id, locate, own_draft
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.words.request import DRAFT_OPTIONS, DraftOptions, Range, split_methods
 from outrider.rpc.words.sampling_params import AcceptanceRule
@@ -72,6 +72,7 @@ CUSTOM_CLASS = "custom_class"  # `model` then names the class
 MTP = "mtp"  # without `model` it is of the target's own checkpoint
 KNOWN = (*METHODS, *HEADS, CUSTOM_CLASS, *MISSING)
 NGRAM_NAMES = ("ngram", "[ngram]")
+ROUNDED = "a draft's weights are as they are, or rounded to few bits"
 NO_K = "num_speculative_tokens is needed: how many tokens to draft in a round"
 INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in (*METHODS.values(), *HEADS.values()))
 
@@ -223,7 +224,7 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
     disable_padded_drafter_batch: bool = False
     draft_sample_method: Annotated[str | None, one_of(("greedy", "probabilistic"))] = None  # None: probabilistic, which
     # accepts more; vLLM's default is greedy
-    quantization: Annotated[Any, Only(None, "int8", why="a draft's weights are as they are, or rounded to int8")] = None
+    quantization: Annotated[Any, Only(None, "int8", "int4", why=ROUNDED)] = None
     speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = None
     suffix_decoding_max_tree_depth: Annotated[Integer, integer(1)] = 24
     suffix_decoding_max_cached_requests: Annotated[Integer, integer(0)] = 10000
@@ -329,7 +330,8 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
         tokens a head predicts, and whether in one pass. Raises ModelNotFound, ValueError."""
         if not needs_model(self.methods):
             return self
-        folder = locate(str(self.model or target), trust_remote_code=trust_remote_code)
+        own = own_draft(self.model)
+        folder = target if own else locate(str(self.model or target), trust_remote_code=trust_remote_code)
         if not folder.is_dir():
             raise ValueError(
                 f"speculative_config: there is no folder {folder}; allowed: a folder, or a hub id (org/name)"
@@ -338,6 +340,8 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
         method = (None if self.is_method_given else head_of(said)) or self.method
         is_parallel = self.parallel_drafting or (method == "eagle3" and drafts_at_once(said))
         config = replace(self, model=folder, method=method, parallel_drafting=is_parallel)
+        if own is not None:
+            config = replace(config, quantization=own)
         if config.num_speculative_tokens is None:
             raise ValueError(NO_K)
         config._require_tree()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outrider.gguf.folder import SUFFIX, folder_of, gguf_name, gguf_of
 from outrider.pairs import name_of, part_path
@@ -18,6 +18,7 @@ from outrider.pairs import name_of, part_path
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
 WEIGHTS, INDEX, ANY = "model.safetensors", "model.safetensors.index.json", "*.safetensors"
+OWN: Mapping[str, Literal["int8", "int4"]] = {"self:int8": "int8", "self:int4": "int4"}
 CODE = ("*.py",)  # only where it may run
 ELSEWHERE = ("*/*", "consolidated*")  # other formats' folders, and Mistral's second copy of the weights
 
@@ -29,6 +30,12 @@ class ModelNotFound(ValueError):
 def is_gguf(model: str | Path) -> bool:
     """Whether it is the path of a GGUF file that is there."""
     return Path(model).suffix == SUFFIX and Path(model).is_file()
+
+
+def own_draft(model: str | Path | None) -> Literal["int8", "int4"] | None:
+    """The bits to which a target's own weights are rounded, to draft for it: of `self:int4` or `self:int8`; None for
+    any other model."""
+    return OWN.get(str(model))
 
 
 def is_hub_id(model: str | Path) -> bool:

@@ -123,7 +123,7 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 
 def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
     """Raises WrongCheckpoint that names missing, unexpected and misshapen tensors."""
-    state = _meta(state)
+    state = meta_of(state)
     expected = expected_shapes(config)
     names = {name for name in state if not name.endswith("rotary_emb.inv_freq") and not name.startswith(MTP_PREFIX)}
     problems = [
@@ -208,7 +208,7 @@ class WeightReader:
     def all_bfloat16(self) -> bool:
         """Whether the matrices that rows are multiplied with, of every layer and the head, are bfloat16 numbers."""
         unused = set() if self.config.tied_embeddings else {EMBEDDINGS}
-        meta = _meta(self._state)
+        meta = meta_of(self._state)
         return all(
             name in unused or meta[name].dtype == torch.bfloat16 or is_bfloat16(self._state[name])
             for name, shape in expected_shapes(self.config).items()
@@ -291,7 +291,7 @@ class WeightReader:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
 
-def _meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def meta_of(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A checkpoint's tensors, at least with the shape and type of each."""
     return state.meta if isinstance(state, LazyState) else state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.quantized.numbers import WORD, Integers
+from outrider.kernels.quantized.form import QuantizedMatrix
 
 Rounding = Literal["int8", "int4"]
+GROUP = 32  # inputs that share a scale, where nothing else is said
 BITS_OF: dict[Rounding, int] = {"int8": 8, "int4": 4}
 
 
@@ -50,6 +53,32 @@ def quantization_config(rounding: Rounding, group: int | None, ignored: list[str
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
         "ignore": ignored,
     }
+
+
+class RoundedTensors(Mapping[str, Tensor]):
+    """A model's tensors (a LazyState) with its matrices rounded when they are asked for. What is looked up, and by
+    which a token is chosen, has 8 bits: there a rounding costs most."""
+
+    def __init__(self, state: Mapping[str, Tensor], meta: Mapping[str, Tensor], group: int = GROUP) -> None:
+        self._state, self.meta, self._group = state, meta, group
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name] if self.meta[name].dim() != 2 else self._rounded(name).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A matrix in few bits."""
+        return None if self.meta[name].dim() != 2 else self._rounded(name).matrix
+
+    def _rounded(self, name: str) -> Integers:
+        weight = self._state[name]
+        group = self._group if weight.shape[1] % self._group == 0 else None
+        return round_to_nearest(weight, "int4" if "proj" in name else "int8", group)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
