@@ -24,7 +24,7 @@
 #define CODES (STEP_IN * PANEL)
 #define FETCHED_AHEAD 4096 /* bytes */
 /* For as many rows a code is made a number once: their sums leave registers free. */
-#if defined(__SANITIZE_ADDRESS__) /* with which compilers take minutes for more */
+#if defined(__SANITIZE_ADDRESS__) || defined(__aarch64__) /* with which compilers take long for more */
 #define FEW_ROWS 2
 #elif MOST_ROWS > 3
 #define FEW_ROWS 4
