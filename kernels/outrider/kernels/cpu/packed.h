@@ -24,7 +24,13 @@
 #define CODES (STEP_IN * PANEL)
 #define FETCHED_AHEAD 4096 /* bytes */
 /* For as many rows a code is made a number once: their sums leave registers free. */
-#define FEW_ROWS (MOST_ROWS < 4 ? MOST_ROWS : 4)
+#if defined(__SANITIZE_ADDRESS__) || defined(__aarch64__) /* with which compilers take long for more */
+#define FEW_ROWS 2
+#elif MOST_ROWS > 3
+#define FEW_ROWS 4
+#else
+#define FEW_ROWS 3
+#endif
 
 /* Numbers that are to be read from memory into all lanes, which costs nothing beside: in registers they would have to
    be spread. */
@@ -263,10 +269,12 @@ INLINE void multiply_few(const int kind, const int rows, const Packing *packing,
     case kind * 16 + rows:                                                                                             \
         multiply_few(kind, rows, packing, panel, inputs, x, stride, out);                                              \
         break;
-#if MOST_ROWS > 3
+#if FEW_ROWS == 4
 #define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2) FEW_CASE(kind, 3) FEW_CASE(kind, 4)
-#else
+#elif FEW_ROWS == 3
 #define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2) FEW_CASE(kind, 3)
+#else
+#define FEW_CASES(kind) FEW_CASE(kind, 1) FEW_CASE(kind, 2)
 #endif
 
 static void multiply_some(int64_t rows, const Packing *packing, const char *panel, int64_t inputs, const float *x,
