@@ -19,8 +19,8 @@ from outrider.engine.loader import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.pard import PardProposer
 from outrider.training import drafts
-from outrider.training.drafts import DraftPlan, make_draft, measure, read_corpus, split_stream
 from outrider.training.course import Course, CoursePlan
+from outrider.training.drafts import DraftPlan, make_draft, measure, read_corpus, split_stream
 from outrider.training.lessons import TOP, Lesson
 from outrider.training.parallel import MaskedRows, deepened, draft_head, parallel_states
 from outrider.training.teacher import Teacher

@@ -26,6 +26,7 @@ from outrider.proposers.heads.head import Head
 from outrider.proposers.heads.loading import load_head
 from outrider.rpc.messages import Credit
 from outrider.training import heads
+from outrider.training.course import CoursePlan
 from outrider.training.heads import (
     HeadMethod,
     HeadPlan,
@@ -35,7 +36,6 @@ from outrider.training.heads import (
     make_head,
     new_head,
 )
-from outrider.training.course import CoursePlan
 from outrider.training.teacher import Teacher
 from outrider.training.train_command import main
 

@@ -12,9 +12,9 @@ from support.models import save_tiny, train_byte_level
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.loader import load_model
+from outrider.training.course import CoursePlan, Tap
 from outrider.training.drafts import read_corpus
 from outrider.training.heads import HeadPlan, make_head
-from outrider.training.course import CoursePlan, Tap
 from outrider.training.lessons import Lesson, num_windows
 from outrider.training.tap_command import main
 from outrider.training.taps import TapPlan, cut, tap

@@ -84,21 +84,24 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run takes at most."""
+    """Bytes that a run takes at most. Lessons and losses are not there at the same time."""
 
     target: int  # its weights
-    trained: int  # what learns, with its gradients and the optimizer's states, and what it shares with the target
+    cache: int  # of keys and values
     lessons: int
-    losses: int
+    trained: int = 0  # what learns, with gradients and the optimizer's states, and what it shares with the target
+    losses: int = 0
 
     @property
     def beside(self) -> int:
         """All but the target."""
-        return self.trained + self.lessons + self.losses
+        return self.trained + self.cache + max(self.lessons, self.losses)
 
     def describe(self) -> str:
         """In a line."""
-        parts = ("trained weights", self.trained), ("lessons", self.lessons), ("losses", self.losses)
+        parts = (
+            ("trained weights", self.trained), ("cache", self.cache), ("lessons", self.lessons), ("losses", self.losses)
+        )  # fmt: skip
         listed = ", ".join(f"{name} {size // MEGABYTE:,}" for name, size in parts if size)
         return f"needs about {self.beside // MEGABYTE:,} MB beside the target's {self.target // MEGABYTE:,} ({listed})"
 
@@ -116,13 +119,14 @@ def require_memory(needs: Needs, others: Mapping[str, Needs]) -> None:
     raise ValueError(f"{needs.describe()}, and {free // MEGABYTE:,} MB are free; {remedy}")
 
 
-def lesson_bytes(target: ModelSize, length: int, num_taps: int) -> int:
+def lesson_needs(target: ModelSize, length: int, num_taps: int) -> Needs:
     """Of what the target writes or reads at once: its cache, a pass, and the states that are kept."""
     cache = 2 * FLOAT * length * target.num_layers * target.key_size  # of a window
     windows = teacher.windows_at_once(cache)
     rows = max(windows, min(teacher.MOST_ROWS, language_head.rows_at_once(target.vocab_size)))
     states = 3 * FLOAT * windows * length * num_taps * target.hidden_size
-    return windows * cache + states + rows * target.row_bytes + logits_bytes(rows, target.vocab_size)
+    passes = rows * target.row_bytes + logits_bytes(rows, target.vocab_size)
+    return Needs(target=target.num_bytes, cache=windows * cache, lessons=states + passes)
 
 
 def logits_bytes(num_rows: int, num_outputs: int) -> int:

@@ -54,7 +54,8 @@ class Course:
         kept = [window for number in numbers for window in self._windows(number)]
         generator = torch.Generator().manual_seed(plan.seed + step)
         places = torch.randperm(len(kept), generator=generator)[: plan.batch_size]
-        return Lesson.joined([Lesson.read(*kept[place], self._taps) for place in places.tolist()])
+        chosen = [kept[place] for place in places.tolist()]
+        return Lesson.joined([Lesson.read(path, index, self._taps) for path, index in chosen])
 
     def _windows(self, number: int) -> list[tuple[Path, int]]:
         """Those of a lesson: of which file, and which of them."""

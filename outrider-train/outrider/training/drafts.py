@@ -23,7 +23,7 @@ from outrider.training.budget import (
     FLOAT,
     ModelSize,
     Needs,
-    lesson_bytes,
+    lesson_needs,
     logits_bytes,
     require_memory,
     trained_bytes,
@@ -145,10 +145,9 @@ def draft_needs(plan: DraftPlan) -> Needs:
     scores = 2 * FLOAT * rows * window_rows * draft.num_heads  # where attention keeps them
     says = course.batch_size * plan.num_ends * plan.num_tokens
     kept = 0 if plan.start is None else FLOAT * draft.num_parameters  # the start, which is measured, too
-    return Needs(
-        target=target.num_bytes,
+    return replace(
+        lesson_needs(target, course.length, num_taps=0),
         trained=kept + trained_bytes(numbers, output),
-        lessons=lesson_bytes(target, course.length, 0),
         losses=layers * (rows * draft.row_bytes + scores) + logits_bytes(says, draft.vocab_size),
     )
 

@@ -26,7 +26,7 @@ from outrider.training.budget import (
     FLOAT,
     ModelSize,
     Needs,
-    lesson_bytes,
+    lesson_needs,
     logits_bytes,
     require_memory,
     trained_bytes,
@@ -159,10 +159,9 @@ def head_needs(plan: HeadPlan) -> Needs:
     rows = course.batch_size * NUM_ENDS * plan.depth
     scores = 3 * FLOAT * rows * target.num_heads * (course.length + plan.depth)
     windows = FLOAT * course.batch_size * course.length * ((2 * num_taps + 4) * hidden + 4 * target.query_size)
-    return Needs(
-        target=target.num_bytes,
+    return replace(
+        lesson_needs(target, course.length, num_taps),
         trained=(2 - target.tied_embeddings) * FLOAT * vocab_size * hidden + trained_bytes(inner + output, output),
-        lessons=lesson_bytes(target, course.length, num_taps),
         losses=windows + rows * target.row_bytes + scores + logits_bytes(rows, num_outputs),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 128 << 20
+LOGITS_BYTES = 64 << 20
 
 Product = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, outputs]
 
@@ -49,7 +49,7 @@ class LanguageHead:
             logits = self.product(rows).float()
             whole, picked = logits.logsumexp(-1), logits.gather(-1, picks)
         else:
-            whole, picked = _Said.apply(self, rows, picks, *self.weights)
+            whole, picked = _Said.apply(self, rows, picks, *self.weights)  # type: ignore[no-untyped-call]
         return whole.view(ids.shape[:-1]), picked.view(ids.shape).masked_fill(places < 0, -math.inf)
 
     @torch.no_grad()

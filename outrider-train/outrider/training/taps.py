@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import load_model
-from outrider.training.budget import ModelSize, Needs, lesson_bytes, require_memory
+from outrider.training.budget import ModelSize, Needs, lesson_needs, require_memory
 from outrider.training.course import TAP_FILE
 from outrider.training.drafts import read_corpus
 from outrider.training.heads import eagle3_taps
@@ -72,7 +72,7 @@ def tap_needs(plan: TapPlan) -> Needs:
     """The memory that a tap takes."""
     target = ModelSize.read(plan.target)
     num_taps = len(plan.taps or default_layers(target.num_layers))
-    return Needs(target.num_bytes, 0, lesson_bytes(target, plan.length, num_taps), 0)
+    return lesson_needs(target, plan.length, num_taps)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -55,24 +55,35 @@ class Teacher:
 
     @torch.inference_mode()
     def _lesson(self, name: str, prompts: Tensor, temperature: float | None, draws: Tensor) -> Lesson:
-        count, num_known, start = len(prompts), prompts.shape[1], 0
-        ids = torch.zeros(count, self._length + 1, dtype=torch.int64)
-        ids[:, :num_known] = prompts
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        told = -TOLD_EVERY
+        made, num_known, start, told = self._empty(len(prompts)), prompts.shape[1], 0, -TOLD_EVERY
+        made.ids[:, :num_known] = prompts
         while start < self._length:
             if start - told >= TOLD_EVERY:
                 self._on_word(f"{name}: {start} of {self._length} tokens")
                 told = start
-            num_rows = max(1, min(num_known - start, self._length - start, self._rows // count))
-            logits = self._logits(ids[:, start : start + num_rows], start)  # [windows, rows, vocabulary]
-            values, tokens = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
-            probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
-            parts.append((tokens, probs, self._features(count, num_rows)))
+            num_rows = max(1, min(num_known - start, self._length - start, self._rows // len(prompts)))
+            rows = slice(start, start + num_rows)
+            logits = self._logits(made.ids[:, rows], start)  # [windows, rows, vocabulary]
+            values, made.top_ids[:, rows] = logits.topk(made.top_ids.shape[-1], dim=-1)
+            made.top_probs[:, rows] = (values - logits.logsumexp(-1, keepdim=True)).exp()
+            states = self._runner.hidden_states
+            if states is not None:
+                made.features[:, rows] = states.view(len(prompts), num_rows, *states.shape[1:])
             start += num_rows
             if start >= num_known and temperature is not None:
-                ids[:, start] = drawn(logits[:, -1], temperature, draws[:, start])
-        return Lesson(ids, *(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
+                made.ids[:, start] = drawn(logits[:, -1], temperature, draws[:, start])
+        return made
+
+    def _empty(self, num_windows: int) -> Lesson:
+        """To be filled: what is kept of each pass would leave holes between the passes' logits."""
+        model, taps = self._runner.model, len(self._runner.taps)
+        top = num_windows, self._length, min(TOP, model.vocab_size)
+        return Lesson(
+            torch.zeros(num_windows, self._length + 1, dtype=torch.int64),
+            torch.empty(top, dtype=torch.int64),
+            torch.empty(top),
+            torch.empty(num_windows, self._length, taps, model.hidden_size if taps else 0),
+        )
 
     def _logits(self, ids: Tensor, start: int) -> Tensor:  # [windows, rows] -> [windows, rows, vocabulary]
         num_rows = ids.shape[1]
@@ -81,15 +92,6 @@ class Teacher:
             for index, row in enumerate(ids.tolist())
         ]
         return self._runner.forward(entries).view(len(ids), num_rows, -1)
-
-    def _features(self, num_windows: int, num_rows: int) -> Tensor:  # [windows, rows, taps, hidden]
-        """Of the last pass."""
-        states = self._runner.hidden_states
-        return (
-            torch.empty(num_windows, num_rows, 0, 0)
-            if states is None
-            else states.view(num_windows, num_rows, *states.shape[1:]).clone()
-        )
 
 
 def windows_at_once(window_bytes: int) -> int:
@@ -101,5 +103,5 @@ def drawn(logits: Tensor, temperature: float, draws: Tensor) -> Tensor:  # [wind
     """The likeliest token at temperature 0; else that at which the summed probabilities pass the draw, from 0 to 1."""
     if temperature == 0.0:
         return logits.argmax(-1)
-    sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    sums = (logits / temperature).softmax(-1).cumsum(-1)  # each is rounded, the sum itself is of float64 on a CPU
     return torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
