@@ -90,8 +90,9 @@ def run_of(method: str, target: Path, corpus: Path, out: Path) -> Callable[..., 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_tensor_of_a_run_has_more_rows_of_the_vocabulary(
-    target: Path, corpus: Path, tmp_path: Path, method: str
+    target: Path, corpus: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafts, "MEASURED_EVERY", 1)
     with logits_of(ROWS), MostRows() as seen:
         run_of(method, target, corpus, tmp_path / "made")(lambda step, loss: None)
     assert 0 < seen.most <= ROWS

@@ -28,7 +28,7 @@ MEGABYTE = 1_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the configuration of a model says, and the bytes of its weights as the target."""
+    """What the configuration of a model says, and the bytes that it holds as the target."""
 
     vocab_size: int
     hidden_size: int
@@ -39,6 +39,7 @@ class ModelSize:
     num_heads: int
     num_parameters: int
     tied_embeddings: bool
+    rotary_bytes: int  # of one table of cosines and one of sines
     num_bytes: int
 
     @classmethod
@@ -54,9 +55,12 @@ class ModelSize:
         numbers = files // stored.itemsize if parsed is None else num_parameters(parsed)
         num_bytes = numbers * FLOAT
         if parsed is not None and decoder_cpu.can_run(parsed, torch.float32, torch.device("cpu")):
-            num_bytes = (numbers + said.vocab_size * hidden) * stored.itemsize  # the embeddings are a head, too
+            kept = stored.itemsize if stored is torch.bfloat16 else FLOAT
+            num_bytes = (numbers + said.vocab_size * hidden) * kept  # the embeddings are a head, too
         elif parsed is not None and num_bytes <= KEEP_PLAIN_BYTES:
             num_bytes *= 2
+        rotary_bytes = 2 * FLOAT * (getattr(said, "max_position_embeddings", None) or 0) * head_dim
+        kinds = 1 if parsed is None else len(set(parsed.rotary_types))
         return cls(
             vocab_size=said.vocab_size,
             hidden_size=hidden,
@@ -67,7 +71,8 @@ class ModelSize:
             num_heads=heads,
             num_parameters=numbers,
             tied_embeddings=bool(getattr(said, "tie_word_embeddings", False)),
-            num_bytes=num_bytes,
+            rotary_bytes=rotary_bytes,
+            num_bytes=num_bytes + kinds * rotary_bytes,
         )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -48,6 +48,7 @@ from outrider.training.train import TrainPlan, train
 HELD_OUT = 32  # one block of the corpus in so many
 MEASURED_TOKENS = 8  # of a draft
 MEASURED_EVERY = 4  # places
+HeldOut = tuple[Iterable[Lesson], Iterable[Lesson]]  # written greedily, and sampled
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template*", "*.model", "vocab.*", "merges.txt")
 
 
@@ -125,7 +126,8 @@ def make_draft(
     loss = parallel_loss(draft, mask_id, plan.num_tokens, plan.num_ends, DistillWeights())
     train(draft, loss, plan.training, course.batch, plan.work / "run.safetensors", on_step)
     export(draft, plan)
-    lessons = held_out_lessons(teacher, held_out, plan.course)
+    greedy, sampled = held_out_lessons(teacher, held_out, plan.course)
+    lessons = list(greedy), list(sampled)
     measured = [measure(plan.out.name, draft, mask_id if plan.parallel else None, lessons)]
     if plan.start is not None and start is not None and getattr(start.config, "pard_token", None) is None:
         measured.append(measure(plan.start.name, start, None, lessons))
@@ -203,37 +205,32 @@ def export(draft: PreTrainedModel, plan: DraftPlan) -> None:
     partial.rename(plan.out)
 
 
-def held_out_lessons(teacher: Teacher, held_out: Tensor, plan: CoursePlan) -> tuple[list[Lesson], list[Lesson]]:
-    """What the target writes after places that no draft has learnt from: greedily, and sampled."""
+def held_out_lessons(teacher: Teacher, held_out: Tensor, plan: CoursePlan) -> HeldOut:
+    """What the target writes after places that no draft has learnt from, as it is asked for."""
     generator = torch.Generator().manual_seed(plan.seed)
     starts = torch.randint(len(held_out) - plan.prompt, (plan.num_measured,), generator=generator)
     prompts = held_out[starts[:, None] + torch.arange(plan.prompt)]  # [windows, prompt]
-    greedy = list(teacher.lessons("held out, greedy", prompts, 0.0))
-    return greedy, list(teacher.lessons("held out, sampled", prompts, 1.0, generator))
+    sampled = teacher.lessons("held out, sampled", prompts, 1.0, generator)
+    return teacher.lessons("held out, greedy", prompts, 0.0), sampled
 
 
-def measure(
-    name: str, draft: PreTrainedModel, mask_id: int | None, lessons: tuple[Sequence[Lesson], Sequence[Lesson]]
-) -> DraftAcceptance:
+def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: HeldOut) -> DraftAcceptance:
     """A draft that drafts in parallel has a mask token; any other draws one token after the other."""
     head = draft_head(draft.eval())
 
     def accepted(lesson: Lesson, greedy: bool) -> Tensor:
         return _accepted(draft, mask_id, head, lesson, greedy)
 
-    return DraftAcceptance(name, *shares(lessons, accepted))
+    return acceptance_of(name, lessons, accepted)
 
 
-def shares(
-    lessons: tuple[Sequence[Lesson], Sequence[Lesson]], accepted: Callable[[Lesson, bool], Tensor]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """By position, of lessons that are greedy and sampled. `accepted` gives of a lesson of one window, and whether it
-    is greedy, [ends, tokens]."""
+def acceptance_of(name: str, lessons: HeldOut, accepted: Callable[[Lesson, bool], Tensor]) -> DraftAcceptance:
+    """`accepted` gives of a lesson of one window, and whether it is greedy, [ends, tokens]."""
     greedy, sampled = (
         by_position(torch.cat([accepted(part.window(index), kind) for part in of for index in range(len(part.ids))]))
         for of, kind in zip(lessons, (True, False), strict=True)
     )
-    return greedy, sampled
+    return DraftAcceptance(name, greedy, sampled)
 
 
 @torch.no_grad()

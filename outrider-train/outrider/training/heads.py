@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,12 +37,13 @@ from outrider.training.drafts import (
     HELD_OUT,
     MEASURED_TOKENS,
     DraftAcceptance,
+    HeldOut,
     RunPlan,
+    acceptance_of,
     check_work,
     held_out_lessons,
     measured_ends,
     read_corpus,
-    shares,
     split_stream,
     with_batch,
 )
@@ -156,12 +157,15 @@ def head_needs(plan: HeadPlan) -> Needs:
         "medusa": plan.depth * hidden**2,
         "mlp": vocab_size * hidden + 2 * hidden**2,
     }[plan.method]
+    shared = (2 - target.tied_embeddings) * FLOAT * vocab_size * hidden
+    if plan.method in ("eagle3", "mtp"):
+        shared += target.rotary_bytes
     rows = course.batch_size * NUM_ENDS * plan.depth
     scores = 3 * FLOAT * rows * target.num_heads * (course.length + plan.depth)
     windows = FLOAT * course.batch_size * course.length * ((2 * num_taps + 4) * hidden + 4 * target.query_size)
     return replace(
         lesson_needs(target, course.length, num_taps),
-        trained=(2 - target.tied_embeddings) * FLOAT * vocab_size * hidden + trained_bytes(inner + output, output),
+        trained=shared + trained_bytes(inner + output, output),
         losses=windows + rows * target.row_bytes + scores + logits_bytes(rows, num_outputs),
     )
 
@@ -280,11 +284,11 @@ def export_head(config: Mapping[str, Any], head: HeadModule, folder: Path) -> No
     partial.rename(folder)
 
 
-def measure_head(name: str, head: HeadModule, lessons: tuple[Sequence[Lesson], Sequence[Lesson]]) -> DraftAcceptance:
-    """What holds of its drafts where the target writes, in lessons that are greedy and sampled."""
+def measure_head(name: str, head: HeadModule, lessons: HeldOut) -> DraftAcceptance:
+    """What holds of its drafts where the target writes."""
     head.eval()
     says = head.language_head
-    return DraftAcceptance(name, *shares(lessons, lambda lesson, greedy: _accepted(head, says, lesson, greedy)))
+    return acceptance_of(name, lessons, lambda lesson, greedy: _accepted(head, says, lesson, greedy))
 
 
 @torch.no_grad()
