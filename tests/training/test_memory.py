@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -291,10 +293,24 @@ def test_a_run_that_cannot_fit_says_so_at_once(
     assert main([method, str(large), str(corpus), "--out", str(tmp_path / "made")]) == 1
     printed = capsys.readouterr()
     assert "needs about" in printed.out and f"and {free // 1_000_000:,} MB are free" in printed.err
-    import re
-
     assert re.search(remedy, " ".join(printed.err.split())), printed.err
     assert not (tmp_path / "made.work").exists()
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_what_is_the_targets_is_kept_as_it_is_stored(
+    target: Path, corpus: Path, tmp_path: Path, method: HeadMethod
+) -> None:
+    model = tiny_hf_model(vocab_size=VOCAB, tie_word_embeddings=True).bfloat16()
+    shutil.copytree(target, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(tmp_path / "half")
+    weights = HeadTarget.read(tmp_path / "half", load_model(tmp_path / "half")).weights
+    assert weights.embeddings.dtype == torch.bfloat16 and weights.output is weights.embeddings
+    assert torch.equal(weights.embeddings, model.model.embed_tokens.weight)
+    options: Any = {"target": tmp_path / "half", "corpus": corpus, "out": tmp_path / "made", "steps": 1}
+    losses: list[float] = []
+    make_head(HeadPlan(method=method, course=COURSE, **options), lambda step, loss: losses.append(loss))
+    assert len(losses) == 1 and (tmp_path / "made").is_dir()
 
 
 def test_a_tap_that_cannot_fit_says_so_at_once(

@@ -39,6 +39,7 @@ class ModelSize:
     num_heads: int
     num_parameters: int
     tied_embeddings: bool
+    kept_itemsize: int  # of its numbers where they are kept as stored
     rotary_bytes: int  # of one table of cosines and one of sines
     num_bytes: int
 
@@ -53,10 +54,10 @@ class ModelSize:
         hidden, heads = said.hidden_size, said.num_attention_heads
         head_dim = getattr(said, "head_dim", None) or hidden // heads
         numbers = files // stored.itemsize if parsed is None else num_parameters(parsed)
+        kept_itemsize = stored.itemsize if stored is torch.bfloat16 else FLOAT
         num_bytes = numbers * FLOAT
         if parsed is not None and decoder_cpu.can_run(parsed, torch.float32, torch.device("cpu")):
-            kept = stored.itemsize if stored is torch.bfloat16 else FLOAT
-            num_bytes = (numbers + said.vocab_size * hidden) * kept  # the embeddings are a head, too
+            num_bytes = (numbers + said.vocab_size * hidden) * kept_itemsize  # the embeddings are a head, too
         elif parsed is not None and num_bytes <= KEEP_PLAIN_BYTES:
             num_bytes *= 2
         rotary_bytes = 2 * FLOAT * (getattr(said, "max_position_embeddings", None) or 0) * head_dim
@@ -71,6 +72,7 @@ class ModelSize:
             num_heads=heads,
             num_parameters=numbers,
             tied_embeddings=bool(getattr(said, "tie_word_embeddings", False)),
+            kept_itemsize=kept_itemsize,
             rotary_bytes=rotary_bytes,
             num_bytes=num_bytes + kinds * rotary_bytes,
         )

@@ -47,7 +47,8 @@ class HeadModule(nn.Module, ABC):
     @property
     def language_head(self) -> LanguageHead:
         """Says the tokens: the target's own head, which is not trained."""
-        return LanguageHead(lambda states: F.linear(states, self._output), len(self._output))
+        output = self._output
+        return LanguageHead(lambda states: F.linear(states.to(output.dtype), output), len(output))
 
 
 class _Norm(nn.RMSNorm):
@@ -154,7 +155,7 @@ class LayerModule(HeadModule):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:  # [windows, rows], [rows] -> [windows, rows, hidden]
         """Of the rows' tokens."""
-        return F.embedding(ids, self._embeddings)
+        return F.embedding(ids, self._embeddings).float()
 
     def forward(self, ids: Tensor, features: Tensor, ends: Tensor, num_tokens: int) -> Tensor:
         """Shapes: `HeadModule.forward`."""

@@ -93,7 +93,8 @@ class HeadPlan(RunPlan):
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """What a head takes from its target's checkpoint: configuration, embeddings, output and last norm, in float32."""
+    """What a head takes from its target's checkpoint: configuration, embeddings and output as they are stored, bfloat16
+    or else in float32, and the last norm in float32."""
 
     config: Mapping[str, Any]
     weights: TargetWeights
@@ -105,9 +106,12 @@ class HeadTarget:
         norm = text_model_state(checkpoint.read_weights(folder, checkpoint.weight_files(folder))).get(NORM)
         if norm is None:
             raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
-        found = target_weights(folder, loaded.model)
-        weights = replace(found, embeddings=found.embeddings.float(), output=found.output.float())
-        return cls(checkpoint.read_config(folder), weights, norm.float())
+        config, found = checkpoint.read_config(folder), target_weights(folder, loaded.model)
+        kept = torch.bfloat16 if checkpoint.stored_dtype(config) == "bfloat16" else torch.float32
+        embeddings = found.embeddings.to(kept)
+        tied = found.output.data_ptr() == found.embeddings.data_ptr()
+        output = embeddings if tied else found.output.to(kept)
+        return cls(config, replace(found, embeddings=embeddings, output=output), norm.float())
 
 
 def make_head(plan: HeadPlan, on_step: Callable[[int, float], None], on_word: OnWord = silent) -> list[DraftAcceptance]:
@@ -157,7 +161,7 @@ def head_needs(plan: HeadPlan) -> Needs:
         "medusa": plan.depth * hidden**2,
         "mlp": vocab_size * hidden + 2 * hidden**2,
     }[plan.method]
-    shared = (2 - target.tied_embeddings) * FLOAT * vocab_size * hidden
+    shared = (2 - target.tied_embeddings) * target.kept_itemsize * vocab_size * hidden
     if plan.method in ("eagle3", "mtp"):
         shared += target.rotary_bytes
     rows = course.batch_size * NUM_ENDS * plan.depth
