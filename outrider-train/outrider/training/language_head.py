@@ -46,8 +46,7 @@ class LanguageHead:
         places = ids if self.places is None else self.places[ids]
         rows, picks = states.flatten(0, -2), places.clamp_min(0).flatten(0, -2)
         if len(rows) <= rows_at_once(self.num_outputs):
-            logits = self.product(rows).float()
-            whole, picked = logits.logsumexp(-1), logits.gather(-1, picks)
+            whole, picked = summed(self.product(rows).float(), picks)
         else:
             whole, picked = _Said.apply(self, rows, picks, *self.weights)  # type: ignore[no-untyped-call]
         return whole.view(ids.shape[:-1]), picked.view(ids.shape).masked_fill(places < 0, -math.inf)
@@ -70,6 +69,11 @@ class LanguageHead:
         return (slice(start, start + count) for start in range(0, num_rows, count))
 
 
+def summed(logits: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:  # [rows, outputs], [rows, picks]
+    """What is needed of logits: [rows] and [rows, picks]."""
+    return logits.logsumexp(-1), logits.gather(-1, picks)
+
+
 class _Said(torch.autograd.Function):
     """As LanguageHead.said of rows, [rows, hidden], and outputs, [rows, picks]."""
 
@@ -77,10 +81,9 @@ class _Said(torch.autograd.Function):
     def forward(
         ctx: Any, head: LanguageHead, rows: Tensor, picks: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:  # [rows], [rows, picks]
-        whole, picked = rows.new_empty(len(rows), dtype=torch.float32), torch.empty(picks.shape)
+        whole, picked = torch.empty(len(rows)), torch.empty(picks.shape)
         for part in head.parts(len(rows)):
-            logits = head.logits(rows[part].detach()).detach()
-            whole[part], picked[part] = logits.logsumexp(-1), logits.gather(-1, picks[part])
+            whole[part], picked[part] = summed(head.logits(rows[part].detach()).detach(), picks[part])
         ctx.head, ctx.autocast = head, torch.is_autocast_enabled("cpu")
         ctx.save_for_backward(rows, picks, whole)
         return whole, picked
@@ -91,11 +94,19 @@ class _Said(torch.autograd.Function):
         to_rows, to_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in head.weights]
         with torch.autocast("cpu", torch.bfloat16, enabled=ctx.autocast):
             for part in head.parts(len(rows)):
-                states = rows[part].detach().requires_grad_()
-                logits = head.logits(states)
-                gradient = (logits.detach() - whole[part, None]).exp_().mul_(to_whole[part, None])
-                gradient.scatter_add_(-1, picks[part], to_picked[part])
-                to_rows[part], *found = torch.autograd.grad(logits, [states, *head.weights], gradient)
+                says = picks[part], whole[part, None], to_whole[part, None], to_picked[part]
+                to_rows[part], *found = _gradients(head, rows[part].detach().requires_grad_(), *says)
                 for total, one in zip(to_weights, found, strict=True):
                     total.add_(one)
+                del found  # or two are there with the next part's
         return None, to_rows, None, *to_weights
+
+
+def _gradients(
+    head: LanguageHead, states: Tensor, picks: Tensor, whole: Tensor, to_whole: Tensor, to_picked: Tensor
+) -> tuple[Tensor, ...]:
+    """Of the states, [rows, hidden], and the weights, by those of what their logits sum up to, [rows, 1], and of the
+    picked ones, [rows, picks]."""
+    logits = head.logits(states)
+    gradient = (logits.detach() - whole).exp_().mul_(to_whole).scatter_add_(-1, picks, to_picked)
+    return torch.autograd.grad(logits, [states, *head.weights], gradient)
