@@ -74,7 +74,7 @@ def write_lessons(path: Path, num_windows: int, parts: Iterable[Lesson]) -> None
             offsets = offsets or _begun(file, num_windows, tensors)
             for name, tensor in tensors.items():
                 file.seek(offsets[name] + start * tensor[0].nbytes)
-                file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
             start += len(part.ids)
     os.replace(partial, path)
 
