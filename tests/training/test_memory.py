@@ -229,6 +229,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     tokens = drawn(logits, 1.0, torch.arange(1000) / 1000)
     assert torch.bincount(tokens, minlength=5).tolist() == pytest.approx([500, 0, 300, 200, 0], abs=1)
     assert drawn(logits[:1], 1.0, torch.tensor([1.0 - 1e-7])).item() == 3
+    assert drawn(torch.tensor([[-torch.inf, 1.0, 1.0]]), 1.0, torch.zeros(1)).item() == 1
     assert (drawn(logits, 0.0, torch.rand(1000)) == 0).all()
 
 
