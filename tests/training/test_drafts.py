@@ -19,13 +19,15 @@ from outrider.engine.loader import load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.pard import PardProposer
 from outrider.training import drafts
+from outrider.training.course import Course, CoursePlan
 from outrider.training.drafts import DraftPlan, make_draft, measure, read_corpus, split_stream
-from outrider.training.lessons import TOP, Course, CoursePlan, Lesson, Teacher
-from outrider.training.parallel import MaskedRows, deepened, parallel_logits
+from outrider.training.lessons import TOP, Lesson
+from outrider.training.parallel import MaskedRows, deepened, draft_head, parallel_states
+from outrider.training.teacher import Teacher
 from outrider.training.train_command import main, rounds
 
 VOCAB, LENGTH = 400, 24
-COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2)
+COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2, num_measured=8)
 WORDS = [
     "the",
     "quick",
@@ -70,7 +72,8 @@ def test_masks_see_the_text_up_to_their_end_and_the_masks_before_them(target: Pa
     ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
     ends = torch.tensor([2, 3, 11])
     with torch.no_grad():
-        found = parallel_logits(model, ids, MaskedRows.of(ends, 20, 4), mask_id)  # [2, 3, 4, vocab]
+        states = parallel_states(model, ids, MaskedRows.of(ends, 20, 4), mask_id)
+        found = draft_head(model).logits(states)  # [2, 3, 4, vocab]
     for window, row in enumerate(ids.tolist()):
         for index, end in enumerate(ends.tolist()):
             alone = hf_logits(model, [*row[: end + 1], mask_id, mask_id, mask_id])[end:]
@@ -79,9 +82,9 @@ def test_masks_see_the_text_up_to_their_end_and_the_masks_before_them(target: Pa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, None])
 def test_a_lesson_is_what_the_target_gives(target: Path, temperature: float | None) -> None:
-    teacher, generator = Teacher(load_model(target), 3, LENGTH), torch.Generator().manual_seed(1)
+    teacher, generator = Teacher(load_model(target), LENGTH), torch.Generator().manual_seed(1)
     prompts = torch.randint(3, VOCAB, (3, 9 if temperature is not None else LENGTH + 1), generator=generator)
-    lesson = teacher.lesson(prompts, temperature, generator)
+    (lesson,) = teacher.lessons("", prompts, temperature, generator)
     model = AutoModelForCausalLM.from_pretrained(target)
     assert lesson.ids.shape == (3, LENGTH + 1) and torch.equal(lesson.ids[:, : prompts.shape[1]], prompts)
     for index, ids in enumerate(lesson.ids.tolist()):
@@ -94,7 +97,7 @@ def test_a_lesson_is_what_the_target_gives(target: Path, temperature: float | No
 
 
 def test_a_course_is_a_function_of_the_step(target: Path, corpus: Path, tmp_path: Path) -> None:
-    teacher, stream = Teacher(load_model(target), 8, LENGTH), read_corpus(corpus, target)
+    teacher, stream = Teacher(load_model(target), LENGTH), read_corpus(corpus, target)
     course = Course(teacher, stream, tmp_path / "one", COURSE)
     batches = [course.batch(step) for step in range(8)]
     assert len(list((tmp_path / "one").iterdir())) == 4
@@ -129,7 +132,7 @@ def test_a_model_accepts_its_own_greedy_text(target: Path) -> None:
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     probs, tokens = torch.stack([hf_logits(model, row[:-1]) for row in ids.tolist()]).softmax(-1).topk(TOP)
     lesson = Lesson(ids, tokens, probs, torch.empty(*tokens.shape[:2], 0, 0))
-    measured = measure("own", model, None, (lesson, lesson))
+    measured = measure("own", model, None, ([lesson], [lesson]))
     assert sum(measured.greedy) > 0.85 * 8 and min(measured.sampled) > 0.9
     assert rounds((0.5, 0.5, 0.1), 2) == 1.75
 

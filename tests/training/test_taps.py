@@ -12,9 +12,10 @@ from support.models import save_tiny, train_byte_level
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.loader import load_model
+from outrider.training.course import CoursePlan, Tap
 from outrider.training.drafts import read_corpus
 from outrider.training.heads import HeadPlan, make_head
-from outrider.training.lessons import CoursePlan, Lesson, Tap
+from outrider.training.lessons import Lesson, num_windows
 from outrider.training.tap_command import main
 from outrider.training.taps import TapPlan, cut, tap
 from outrider.training.train_command import main as train_main
@@ -58,10 +59,11 @@ def test_shards_have_the_states_of_every_token_and_a_run_goes_on(target: Path, c
     kept = plan.out.with_name("tap.partial") / "00000.safetensors"
     written, seen = kept.stat().st_mtime_ns, list[tuple[int, int]]()
     said = tap(plan, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)] and said["num_tokens"] == 45 * LENGTH
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)] and said["num_tokens"] == 45 * LENGTH
     assert (plan.out / kept.name).stat().st_mtime_ns == written
 
-    lessons = [Lesson.load(path) for path in Tap.read(plan.out, load_model(target).digest).shards]
+    shards = Tap.read(plan.out, load_model(target).digest).shards
+    lessons = [Lesson.joined([Lesson.read(path, index) for index in range(num_windows(path))]) for path in shards]
     ids = torch.cat([lesson.ids for lesson in lessons])
     assert torch.equal(ids, cut(read_corpus(corpus, target)[:1100], LENGTH))
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -93,7 +95,7 @@ def test_a_head_learns_from_a_tap(
         assert "holds no tap.json" in capsys.readouterr().err
     finally:
         torch.set_num_threads(threads)
-    course = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2)
+    course = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2, num_measured=8)
     plan, losses = HeadPlan(method="mtp", target=target, corpus=made, out=out, steps=3, course=course), list[float]()
     (measured,) = make_head(plan, lambda step, loss: losses.append(loss))
     assert len(losses) == 3 and len(measured.greedy) == 8

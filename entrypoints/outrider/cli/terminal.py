@@ -130,11 +130,11 @@ def steps(painter: Painter, title: str, total: int) -> Iterator[Advance]:
 @contextmanager
 def progress(painter: Painter, unit: str, every: int = 1) -> Iterator[Callable[[int, int, str], None]]:
     """A bar of steps; what is yielded takes how many are done, of how many, and a word on the last. Without colours a
-    line says so after as many as `every`, and at the end."""
+    line says so before and after the first, after as many as `every`, and at the end."""
     if not painter.colours:
 
         def note(done: int, total: int, said: str) -> None:
-            if done % every == 0 or done == total:
+            if done % every == 0 or done in (1, total):
                 painter.note(f"{unit} {done} of {total}: {said}")
 
         yield note

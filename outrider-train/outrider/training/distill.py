@@ -28,17 +28,16 @@ class DistillWeights:
     refusal: float = 0.6
     text: float = 0.1
 
-    def apart(self, logits: Tensor, top_ids: Tensor, top_probs: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-        """How far a draft is from a target whose likeliest tokens are known. logits: [..., vocabulary]; top_ids and
-        top_probs: [..., TOP]; following: [...], the text's own. Returns the loss, up to the target's entropy, which is
-        given, and how likely the draft's token would be accepted, [...] each. What a draft cannot say counts as hardly
-        ever said."""
-        whole = logits.logsumexp(-1, keepdim=True)
-        log_probs = (logits.gather(-1, top_ids) - whole).clamp_min(LEAST_LOG_PROB)
-        divergence = -(top_probs * log_probs).sum(-1)
-        overlap = torch.minimum(top_probs, log_probs.exp()).sum(-1)
-        text = (whole - logits.gather(-1, following[..., None])).clamp_max(-LEAST_LOG_PROB).squeeze(-1)
-        return self.divergence * divergence - self.refusal * overlap + self.text * text, overlap
+    def apart(self, whole: Tensor, picked: Tensor, top_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """How far a draft is from a target whose likeliest tokens are known. whole: [...], the logarithm of the sum of
+        all logits' exponentials; picked: [..., TOP + 1], the logits of the target's likeliest tokens and of the text's
+        own; top_probs: [..., TOP]. Returns the loss, up to the target's entropy, which is given, and how likely the
+        draft's token would be accepted, [...] each. What a draft cannot say counts as hardly ever said."""
+        log_probs = (picked - whole[..., None]).clamp_min(LEAST_LOG_PROB)
+        top, text = log_probs[..., :-1], log_probs[..., -1]
+        overlap = torch.minimum(top_probs, top.exp()).sum(-1)
+        loss = -self.divergence * (top_probs * top).sum(-1) - self.refusal * overlap - self.text * text
+        return loss, overlap
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,46 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.engine.loader import LoadedModel, load_model
+from outrider.training.budget import (
+    FLOAT,
+    ModelSize,
+    Needs,
+    lesson_needs,
+    logits_bytes,
+    require_memory,
+    trained_bytes,
+)
+from outrider.training.course import Course, CoursePlan
 from outrider.training.distill import DistillWeights
-from outrider.training.lessons import Course, CoursePlan, Lesson, Teacher
-from outrider.training.model import randomised
-from outrider.training.parallel import MaskedRows, deepened, parallel_logits, parallel_loss, with_mask_token
+from outrider.training.language_head import LanguageHead
+from outrider.training.lessons import Lesson
+from outrider.training.model import bfloat16_products, randomised
+from outrider.training.parallel import (
+    MaskedRows,
+    acceptance,
+    deepened,
+    draft_head,
+    parallel_loss,
+    parallel_states,
+    with_mask_token,
+)
+from outrider.training.teacher import OnWord, Teacher, silent
 from outrider.training.train import TrainPlan, train
 
 HELD_OUT = 32  # one block of the corpus in so many
 MEASURED_TOKENS = 8  # of a draft
-MEASURED_WINDOWS = 64
 MEASURED_EVERY = 4  # places
+HeldOut = tuple[Iterable[Lesson], Iterable[Lesson]]  # written greedily, and sampled
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template*", "*.model", "vocab.*", "merges.txt")
 
 
@@ -54,6 +75,9 @@ class RunPlan:
         return TrainPlan(self.steps, decay, warmup_steps=30, tokens_per_step=tokens, matrix_lr=0.012)
 
 
+Run = TypeVar("Run", bound=RunPlan)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan(RunPlan):
     """Of a draft."""
@@ -61,6 +85,16 @@ class DraftPlan(RunPlan):
     parallel: bool  # it drafts all tokens in one pass
     start: Path | None = None  # a draft whose weights it starts from
     layers: int | None = None  # None: the start's, and twice as many for a parallel draft
+
+    @property
+    def num_tokens(self) -> int:
+        """That are drafted in one pass."""
+        return MEASURED_TOKENS if self.parallel else 1
+
+    @property
+    def num_ends(self) -> int:
+        """Places of a window after which a step drafts."""
+        return 32 if self.parallel else self.course.length
 
 
 @dataclass(frozen=True)
@@ -73,28 +107,56 @@ class DraftAcceptance:
     sampled: tuple[float, ...]  # by rejection, at temperature 1
 
 
-def make_draft(plan: DraftPlan, on_step: Callable[[int, float], None]) -> list[DraftAcceptance]:
-    """Writes `plan.out`; `on_step` is told of every step's number and loss. What it and its start accept. Raises
-    ValueError for what cannot be used."""
+def make_draft(
+    plan: DraftPlan, on_step: Callable[[int, float], None], on_word: OnWord = silent
+) -> list[DraftAcceptance]:
+    """Writes `plan.out`; `on_step` is told of every step's number and loss, `on_word` of what is done between. What it
+    and its start accept. Raises ValueError for what cannot be used, and where memory lacks."""
     if plan.out.exists():
         raise ValueError(f"{plan.out} exists; nothing is overwritten")
+    require_memory(draft_needs(plan), {"--batch 1": draft_needs(with_batch(plan, 1))})
     check_work(plan)
+    on_word("reads the target and the corpus")
     loaded = load_model(plan.target)
     stream, held_out = split_stream(read_corpus(plan.corpus, plan.target), plan.course.length)
-    teacher = Teacher(loaded, plan.course.num_windows, plan.course.length)
+    teacher = Teacher(loaded, plan.course.length, on_word=on_word)
     course = Course(teacher, stream, plan.work / "lessons", plan.course)
     start = None if plan.start is None else _load(plan.start)
     draft, mask_id = new_draft(plan, loaded, start)
-    num_tokens, num_ends = (MEASURED_TOKENS, 32) if plan.parallel else (1, plan.course.length)
-    loss = parallel_loss(draft, mask_id, num_tokens, num_ends, DistillWeights())
+    loss = parallel_loss(draft, mask_id, plan.num_tokens, plan.num_ends, DistillWeights())
     train(draft, loss, plan.training, course.batch, plan.work / "run.safetensors", on_step)
     export(draft, plan)
-    lessons = held_out_lessons(teacher, held_out, plan.course)
+    greedy, sampled = held_out_lessons(teacher, held_out, plan.course)
+    lessons = list(greedy), list(sampled)
     measured = [measure(plan.out.name, draft, mask_id if plan.parallel else None, lessons)]
     if plan.start is not None and start is not None and getattr(start.config, "pard_token", None) is None:
         measured.append(measure(plan.start.name, start, None, lessons))
     shutil.rmtree(plan.work)
     return measured
+
+
+def draft_needs(plan: DraftPlan) -> Needs:
+    """The memory that a run takes."""
+    target, course = ModelSize.read(plan.target), plan.course
+    draft = new_size(plan, target) if plan.start is None else ModelSize.read(plan.start)
+    layers = plan.layers or draft.num_layers * (1 + (plan.parallel and plan.start is not None))
+    output = draft.vocab_size * draft.hidden_size
+    numbers = draft.num_parameters + max(0, layers - draft.num_layers) * draft.layer_parameters
+    window_rows = course.length + plan.num_ends * (plan.num_tokens - 1)
+    rows = course.batch_size * window_rows
+    scores = 2 * FLOAT * rows * window_rows * draft.num_heads  # where attention keeps them
+    says = course.batch_size * plan.num_ends * plan.num_tokens
+    kept = 0 if plan.start is None else FLOAT * draft.num_parameters  # the start, which is measured, too
+    return replace(
+        lesson_needs(target, course.length, num_taps=0),
+        trained=kept + trained_bytes(numbers, output),
+        losses=layers * (rows * draft.row_bytes + scores) + logits_bytes(says, draft.vocab_size),
+    )
+
+
+def with_batch(plan: Run, batch_size: int) -> Run:
+    """The plan with so many windows in a step."""
+    return replace(plan, course=replace(plan.course, batch_size=batch_size))
 
 
 def read_corpus(path: Path, target: Path) -> Tensor:  # [tokens] int64
@@ -143,39 +205,49 @@ def export(draft: PreTrainedModel, plan: DraftPlan) -> None:
     partial.rename(plan.out)
 
 
-def held_out_lessons(teacher: Teacher, held_out: Tensor, plan: CoursePlan) -> tuple[Lesson, Lesson]:
-    """What the target writes after places that no draft has learnt from: greedily, and sampled."""
+def held_out_lessons(teacher: Teacher, held_out: Tensor, plan: CoursePlan) -> HeldOut:
+    """What the target writes after places that no draft has learnt from, as it is asked for."""
     generator = torch.Generator().manual_seed(plan.seed)
-    starts = torch.randint(len(held_out) - plan.prompt, (min(MEASURED_WINDOWS, plan.num_windows),), generator=generator)
+    starts = torch.randint(len(held_out) - plan.prompt, (plan.num_measured,), generator=generator)
     prompts = held_out[starts[:, None] + torch.arange(plan.prompt)]  # [windows, prompt]
-    greedy, sampled = (teacher.lesson(prompts, temperature, generator) for temperature in (0.0, 1.0))
-    return greedy, sampled
+    sampled = teacher.lessons("held out, sampled", prompts, 1.0, generator)
+    return teacher.lessons("held out, greedy", prompts, 0.0), sampled
 
 
-def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: tuple[Lesson, Lesson]) -> DraftAcceptance:
+def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: HeldOut) -> DraftAcceptance:
     """A draft that drafts in parallel has a mask token; any other draws one token after the other."""
-    greedy, sampled = lessons
-    matches = torch.cat([_agreement(draft.eval(), mask_id, greedy, index)[0] for index in range(len(greedy.ids))])
-    overlaps = torch.cat([_agreement(draft, mask_id, sampled, index)[1] for index in range(len(sampled.ids))])
-    return DraftAcceptance(name, by_position(matches), by_position(overlaps))
+    head = draft_head(draft.eval())
+
+    def accepted(lesson: Lesson, greedy: bool) -> Tensor:
+        return _accepted(draft, mask_id, head, lesson, greedy)
+
+    return acceptance_of(name, lessons, accepted)
+
+
+def acceptance_of(name: str, lessons: HeldOut, accepted: Callable[[Lesson, bool], Tensor]) -> DraftAcceptance:
+    """`accepted` gives of a lesson of one window, and whether it is greedy, [ends, tokens]."""
+    greedy, sampled = (
+        by_position(torch.cat([accepted(part.window(index), kind) for part in of for index in range(len(part.ids))]))
+        for of, kind in zip(lessons, (True, False), strict=True)
+    )
+    return DraftAcceptance(name, greedy, sampled)
 
 
 @torch.no_grad()
-def _agreement(draft: PreTrainedModel, mask_id: int | None, lesson: Lesson, index: int) -> tuple[Tensor, Tensor]:
-    """Of one window, [ends, tokens] each: whether the likeliest token is the text's, and how likely a drawn one is
-    accepted."""
-    ids = lesson.ids[index : index + 1]
-    length = ids.shape[1] - 1
+def _accepted(
+    draft: PreTrainedModel, mask_id: int | None, head: LanguageHead, lesson: Lesson, greedy: bool
+) -> Tensor:  # [ends, tokens]
+    """Of a lesson of one window, as `acceptance`."""
+    length = lesson.ids.shape[1] - 1
     ends = measured_ends(length)
     places = ends[:, None] + torch.arange(MEASURED_TOKENS)
     if mask_id is None:
         rows = MaskedRows.of(torch.arange(length), length, 1)
-        logits = parallel_logits(draft, ids[:, :-1], rows, 0)[0, places, 0]  # [ends, tokens, vocabulary]
+        states = parallel_states(draft, lesson.ids[:, :-1], rows, 0)[:, places, 0]  # [1, ends, tokens, hidden]
     else:
-        logits = parallel_logits(draft, ids[:, :-1], MaskedRows.of(ends, length, MEASURED_TOKENS), mask_id)[0]
-    probs = logits.softmax(-1).gather(-1, lesson.top_ids[index][places])
-    overlaps = torch.minimum(probs, lesson.top_probs[index][places]).sum(-1)
-    return (logits.argmax(-1) == ids[0, 1:][places]).float(), overlaps
+        states = parallel_states(draft, lesson.ids[:, :-1], MaskedRows.of(ends, length, MEASURED_TOKENS), mask_id)
+    with bfloat16_products():
+        return acceptance(lesson, places, head, states, greedy)[0]
 
 
 def measured_ends(length: int) -> Tensor:  # [ends]
@@ -189,20 +261,34 @@ def by_position(accepted: Tensor) -> tuple[float, ...]:  # [ends, tokens]
     return tuple((reached[1:] / reached[:-1].clamp_min(1e-9)).tolist())
 
 
+def new_size(plan: DraftPlan, target: ModelSize) -> ModelSize:
+    """Of a Llama half as wide as the target, with two layers."""
+    hidden = max(64, target.hidden_size // 64 * 32)
+    size = replace(
+        target,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=plan.layers or 2 * (1 + plan.parallel),
+        query_size=hidden,
+        key_size=hidden,
+        num_heads=hidden // 32,
+        tied_embeddings=True,
+    )
+    return replace(size, num_parameters=size.num_layers * size.layer_parameters + hidden * size.vocab_size)
+
+
 def _new_llama(plan: DraftPlan, target: LoadedModel) -> PreTrainedModel:
-    """Half as wide as the target, with two layers."""
-    config = AutoConfig.from_pretrained(plan.target)
-    hidden = max(64, config.hidden_size // 64 * 32)
+    config, size = AutoConfig.from_pretrained(plan.target), new_size(plan, ModelSize.read(plan.target))
     eos = target.eos_token_ids
     return randomised(
         LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=target.vocab_size,
-                hidden_size=hidden,
-                intermediate_size=3 * hidden,
-                num_hidden_layers=plan.layers or 2 * (1 + plan.parallel),
-                num_attention_heads=hidden // 32,
-                num_key_value_heads=hidden // 32,
+                hidden_size=size.hidden_size,
+                intermediate_size=size.intermediate_size,
+                num_hidden_layers=size.num_layers,
+                num_attention_heads=size.num_heads,
+                num_key_value_heads=size.num_heads,
                 head_dim=32,
                 max_position_embeddings=target.max_model_len,
                 tie_word_embeddings=True,

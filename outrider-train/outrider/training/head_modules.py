@@ -22,6 +22,7 @@ from outrider.kernels.layers.reference import apply_rotary
 from outrider.proposers.heads.head import TargetWeights
 from outrider.proposers.heads.layer import layer_config
 from outrider.proposers.heads.mlp_speculator import MlpConfig, normed
+from outrider.training.language_head import LanguageHead
 
 
 class HeadModule(nn.Module, ABC):
@@ -39,8 +40,15 @@ class HeadModule(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, ids: Tensor, features: Tensor, ends: Tensor, num_tokens: int) -> Tensor:
-        """ids: [windows, length]; features: [windows, length, taps, hidden]; ends: [ends], from 1 on. The logits of the
-        `num_tokens` tokens after each of the places `ends`, [windows, ends, tokens, vocabulary] float32."""
+        """ids: [windows, length]; features: [windows, length, taps, hidden]; ends: [ends], from 1 on. What
+        `language_head` takes for the `num_tokens` tokens after each of the places `ends`, [windows, ends, tokens,
+        hidden]."""
+
+    @property
+    def language_head(self) -> LanguageHead:
+        """Says the tokens: the target's own head, which is not trained."""
+        output = self._output
+        return LanguageHead(lambda states: F.linear(states.to(output.dtype), output), len(output))
 
 
 class _Norm(nn.RMSNorm):
@@ -139,7 +147,7 @@ class LayerModule(HeadModule):
 
     @abstractmethod
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[windows, chains, hidden]; returns the logits of the token behind, and the next state."""
+        """[windows, chains, hidden]; returns what says the token behind, and the next state."""
 
     def features_to_state(self, features: Tensor) -> Tensor:  # [windows, rows, taps, hidden] -> [windows, rows, hidden]
         """Of the target's hidden states."""
@@ -147,7 +155,7 @@ class LayerModule(HeadModule):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:  # [windows, rows], [rows] -> [windows, rows, hidden]
         """Of the rows' tokens."""
-        return F.embedding(ids, self._embeddings)
+        return F.embedding(ids, self._embeddings).float()
 
     def forward(self, ids: Tensor, features: Tensor, ends: Tensor, num_tokens: int) -> Tensor:
         """Shapes: `HeadModule.forward`."""
@@ -159,8 +167,8 @@ class LayerModule(HeadModule):
         found: list[Tensor] = []
         while True:
             positions = starts + len(found)
-            logits, state = self.leave(self.layer(x, residual, positions, true, sees, own))
-            found.append(logits.float())
+            says, state = self.leave(self.layer(x, residual, positions, true, sees, own))
+            found.append(says)
             if len(found) == num_tokens:
                 return torch.stack(found, dim=2)
             positions = positions + 1
@@ -203,11 +211,15 @@ class Eagle3Module(LayerModule):
 
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerModule.leave`."""
-        logits = self.lm_head(self.norm(hidden)).float()
+        return self.norm(hidden), hidden
+
+    @property
+    def language_head(self) -> LanguageHead:
+        """Its own."""
+        weight = self.lm_head.weight
         if self._ids is None:
-            return logits, hidden
-        whole = logits.new_full((*logits.shape[:-1], len(self._output)), -math.inf)
-        return whole.index_copy(2, self._ids, logits), hidden
+            return LanguageHead(self.lm_head, len(weight), (weight,))
+        return LanguageHead.of_ids(self.lm_head, (weight,), self._ids, len(self._output))
 
 
 class MtpModule(LayerModule):
@@ -240,7 +252,7 @@ class MtpModule(LayerModule):
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerModule.leave`."""
         normed_state = self.layer.final_layernorm(hidden)
-        return F.linear(normed_state, self._output), normed_state
+        return normed_state, normed_state
 
 
 class MedusaModule(HeadModule):
@@ -262,7 +274,7 @@ class MedusaModule(HeadModule):
             hidden = features[:, ends - 1, 0]
             for layer in self.get_submodule(f"blocks.{index}.layers").children():
                 hidden = hidden + F.silu(layer(hidden)).float()
-            found.append(F.linear(hidden, self._output).float())
+            found.append(hidden)
         return torch.stack(found, dim=2)
 
 
@@ -287,5 +299,11 @@ class MlpModule(HeadModule):
         for index in range(num_tokens):
             mixed = self.proj[min(index, 1)](state).float() + self._token_weight * self.emb[0](ids[:, ends + index])
             state = F.gelu(normed(mixed) * weight + bias)
-            found.append(self.head[0](state).float())
+            found.append(state)
         return torch.stack(found, dim=2)
+
+    @property
+    def language_head(self) -> LanguageHead:
+        """Its own."""
+        head: Any = self.head[0]
+        return LanguageHead(head, len(head.weight), (head.weight,))

@@ -22,28 +22,44 @@ from outrider.engine.models.weights import text_model_state
 from outrider.proposers.heads.eagle import default_taps
 from outrider.proposers.heads.head import TargetWeights
 from outrider.proposers.heads.target import target_weights
+from outrider.training.budget import (
+    FLOAT,
+    ModelSize,
+    Needs,
+    lesson_needs,
+    logits_bytes,
+    require_memory,
+    trained_bytes,
+)
+from outrider.training.course import Course, Tap, TappedCourse
 from outrider.training.distill import DistillWeights
 from outrider.training.drafts import (
     HELD_OUT,
     MEASURED_TOKENS,
     DraftAcceptance,
+    HeldOut,
     RunPlan,
-    by_position,
+    acceptance_of,
     check_work,
     held_out_lessons,
     measured_ends,
     read_corpus,
     split_stream,
+    with_batch,
 )
 from outrider.training.head_modules import Eagle3Module, HeadModule, MedusaModule, MlpModule, MtpModule
-from outrider.training.lessons import Course, Lesson, Tap, TappedCourse, Teacher
+from outrider.training.language_head import LanguageHead
+from outrider.training.lessons import Lesson
 from outrider.training.model import bfloat16_products
-from outrider.training.parallel import chosen_ends, window_loss
+from outrider.training.parallel import acceptance, chosen_ends, window_loss
+from outrider.training.teacher import OnWord, Teacher, silent
 from outrider.training.train import train
 
 NORM = "model.norm.weight"
 HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp"]
 NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4}
+NUM_ENDS = 96  # places of a window after which a step drafts
+SMALL_VOCAB = 8192  # outputs of an eagle3 that is to be small
 SAME_AS_TARGET = (
     "hidden_size",
     "intermediate_size",
@@ -77,7 +93,8 @@ class HeadPlan(RunPlan):
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """What a head takes from its target's checkpoint: configuration, embeddings, output and last norm, in float32."""
+    """What a head takes from its target's checkpoint: configuration, embeddings and output as they are stored, bfloat16
+    or else in float32, and the last norm in float32."""
 
     config: Mapping[str, Any]
     weights: TargetWeights
@@ -89,22 +106,27 @@ class HeadTarget:
         norm = text_model_state(checkpoint.read_weights(folder, checkpoint.weight_files(folder))).get(NORM)
         if norm is None:
             raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
-        found = target_weights(folder, loaded.model)
-        weights = replace(found, embeddings=found.embeddings.float(), output=found.output.float())
-        return cls(checkpoint.read_config(folder), weights, norm.float())
+        config, found = checkpoint.read_config(folder), target_weights(folder, loaded.model)
+        kept = torch.bfloat16 if checkpoint.stored_dtype(config) == "bfloat16" else torch.float32
+        embeddings = found.embeddings.to(kept)
+        tied = found.output.data_ptr() == found.embeddings.data_ptr()
+        output = embeddings if tied else found.output.to(kept)
+        return cls(config, replace(found, embeddings=embeddings, output=output), norm.float())
 
 
-def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[DraftAcceptance]:
-    """Writes `plan.out`; `on_step` is told of every step's number and loss. What the head accepts. Raises ValueError
-    for what cannot be used."""
+def make_head(plan: HeadPlan, on_step: Callable[[int, float], None], on_word: OnWord = silent) -> list[DraftAcceptance]:
+    """Writes `plan.out`; `on_step` is told of every step's number and loss, `on_word` of what is done between. What the
+    head accepts. Raises ValueError for what cannot be used, and where memory lacks."""
     if plan.out.exists():
         raise ValueError(f"{plan.out} exists; nothing is overwritten")
+    require_memory(head_needs(plan), {flag: head_needs(other) for flag, other in smaller(plan).items()})
+    on_word("reads the target and the corpus")
     loaded = load_model(plan.target)
     length = plan.course.length
     tap = Tap.read(plan.corpus, loaded.digest) if plan.corpus.is_dir() else None
     stream, held_out = tap.split(HELD_OUT) if tap else split_stream(read_corpus(plan.corpus, plan.target), length)
     config, head = new_head(plan, HeadTarget.read(plan.target, loaded), stream)
-    teacher = Teacher(loaded, plan.course.num_windows, length, head.taps)
+    teacher = Teacher(loaded, length, head.taps, on_word)
     course = (
         TappedCourse(tap, head.taps, HELD_OUT, plan.course)
         if tap
@@ -116,6 +138,40 @@ def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[Dra
     measured = measure_head(plan.out.name, head, held_out_lessons(teacher, held_out, plan.course))
     shutil.rmtree(plan.work)
     return [measured]
+
+
+def smaller(plan: HeadPlan) -> dict[str, HeadPlan]:
+    """The same with flags by which it takes less memory."""
+    others = {"--batch 1": with_batch(plan, 1)}
+    if plan.method == "eagle3" and plan.draft_vocab is None:
+        others = {f"--draft-vocab {SMALL_VOCAB}": replace(plan, draft_vocab=SMALL_VOCAB), **others}
+    return others
+
+
+def head_needs(plan: HeadPlan) -> Needs:
+    """The memory that a run takes."""
+    target, course = ModelSize.read(plan.target), plan.course
+    hidden, vocab_size = target.hidden_size, target.vocab_size
+    num_taps = len(eagle3_taps(target.num_layers)) if plan.method == "eagle3" else 1
+    num_outputs = min(plan.draft_vocab or vocab_size, vocab_size)
+    output = {"eagle3": num_outputs * hidden, "mlp": vocab_size * hidden}.get(plan.method, 0)
+    inner = {
+        "eagle3": num_taps * hidden**2 + target.layer_parameters + hidden * (target.query_size + 2 * target.key_size),
+        "mtp": 2 * hidden**2 + target.layer_parameters,
+        "medusa": plan.depth * hidden**2,
+        "mlp": vocab_size * hidden + 2 * hidden**2,
+    }[plan.method]
+    shared = (2 - target.tied_embeddings) * target.kept_itemsize * vocab_size * hidden
+    if plan.method in ("eagle3", "mtp"):
+        shared += target.rotary_bytes
+    rows = course.batch_size * NUM_ENDS * plan.depth
+    scores = 3 * FLOAT * rows * target.num_heads * (course.length + plan.depth)
+    windows = FLOAT * course.batch_size * course.length * ((2 * num_taps + 4) * hidden + 4 * target.query_size)
+    return replace(
+        lesson_needs(target, course.length, num_taps),
+        trained=shared + trained_bytes(inner + output, output),
+        losses=windows + rows * target.row_bytes + scores + logits_bytes(rows, num_outputs),
+    )
 
 
 def new_head(plan: HeadPlan, target: HeadTarget, stream: Tensor) -> tuple[dict[str, Any], HeadModule]:
@@ -205,14 +261,15 @@ def likeliest_tokens(stream: Tensor, vocab_size: int, count: int) -> Tensor:  # 
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def head_loss(head: HeadModule, num_tokens: int, num_ends: int = 96) -> Callable[[Lesson], Tensor]:
+def head_loss(head: HeadModule, num_tokens: int, num_ends: int = NUM_ENDS) -> Callable[[Lesson], Tensor]:
     """The head's loss on a lesson: how far it is from the target after ends that are drawn for each lesson anew."""
+    says = head.language_head
 
     def loss(lesson: Lesson) -> Tensor:
         ends = chosen_ends(lesson, num_tokens, num_ends, first=1)
         with bfloat16_products():
-            logits = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
-        return window_loss(lesson, ends[:, None] + torch.arange(num_tokens), logits, DistillWeights())
+            states = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
+        return window_loss(lesson, ends[:, None] + torch.arange(num_tokens), says, states, DistillWeights())
 
     return loss
 
@@ -231,23 +288,17 @@ def export_head(config: Mapping[str, Any], head: HeadModule, folder: Path) -> No
     partial.rename(folder)
 
 
+def measure_head(name: str, head: HeadModule, lessons: HeldOut) -> DraftAcceptance:
+    """What holds of its drafts where the target writes."""
+    head.eval()
+    says = head.language_head
+    return acceptance_of(name, lessons, lambda lesson, greedy: _accepted(head, says, lesson, greedy))
+
+
 @torch.no_grad()
-def measure_head(name: str, head: HeadModule, lessons: tuple[Lesson, Lesson]) -> DraftAcceptance:
-    """What holds of its drafts where the target writes, in lessons that are greedy and sampled."""
-    greedy, sampled = (list(map(torch.cat, zip(*_agreement(head.eval(), lesson), strict=True))) for lesson in lessons)
-    return DraftAcceptance(name, by_position(greedy[0]), by_position(sampled[1]))
-
-
-def _agreement(head: HeadModule, lesson: Lesson) -> list[tuple[Tensor, Tensor]]:
-    """Of every window, [ends, tokens] each: whether the likeliest token is the text's, and how likely a drawn one is
-    accepted."""
+def _accepted(head: HeadModule, says: LanguageHead, lesson: Lesson, greedy: bool) -> Tensor:  # [ends, tokens]
+    """Of a lesson of one window, as `acceptance`."""
     num_tokens = min(MEASURED_TOKENS, head.most_tokens or MEASURED_TOKENS)
     ends = measured_ends(lesson.ids.shape[1] - 1)
-    places = ends[:, None] + torch.arange(num_tokens)
-    found: list[tuple[Tensor, Tensor]] = []
-    for ids, top_ids, top_probs, features in map(lesson.window, range(len(lesson.ids))):
-        logits = head(ids[None, :-1], features[None].float(), ends, num_tokens)[0]
-        probs = logits.softmax(-1).gather(-1, top_ids[places])
-        overlaps = torch.minimum(probs, top_probs[places]).sum(-1)
-        found.append(((logits.argmax(-1) == ids[1:][places]).float(), overlaps))
-    return found
+    states = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
+    return acceptance(lesson, ends[:, None] + torch.arange(num_tokens), says, states, greedy)[0]

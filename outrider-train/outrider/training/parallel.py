@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.training.distill import DistillWeights
+from outrider.training.language_head import LanguageHead
 from outrider.training.lessons import Lesson
 from outrider.training.model import bfloat16_products
 
@@ -51,21 +52,35 @@ class MaskedRows:
         return cls(positions, sees, giving, places)
 
 
-def parallel_logits(
+def draft_head(draft: PreTrainedModel) -> LanguageHead:
+    """What says a draft's tokens, of what its layers give. Raises ValueError where its logits are made otherwise."""
+    head, cap = draft.get_output_embeddings(), getattr(draft.config, "final_logit_softcapping", None)
+
+    def product(states: Tensor) -> Tensor:
+        logits: Tensor = head(states)
+        return logits if cap is None else cap * torch.tanh(logits.float() / cap)
+
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    with torch.no_grad():
+        expected, found = draft(ids).logits, product(draft.base_model(ids).last_hidden_state)
+    if not torch.allclose(found, expected, atol=1e-3, rtol=1e-3):
+        raise ValueError(f"{draft.config.model_type}: its logits are not the product of its states and its head alone")
+    return LanguageHead(product, expected.shape[-1], tuple(head.parameters()))
+
+
+def parallel_states(
     draft: PreTrainedModel, ids: Tensor, rows: MaskedRows, mask_id: int
-) -> Tensor:  # [windows, length] -> [windows, ends, tokens, vocabulary] float32
-    """What the draft gives for the tokens after every end."""
+) -> Tensor:  # [windows, length] -> [windows, ends, tokens, hidden]
+    """What `draft_head` takes for the tokens after every end."""
     masks = ids.new_full((len(ids), len(rows.positions) - ids.shape[1]), mask_id)
     with bfloat16_products():
-        computed = draft(
+        states: Tensor = draft.base_model(
             torch.cat([ids, masks], dim=1),
             attention_mask=rows.sees[None, None],
             position_ids=rows.positions[None],
             use_cache=False,
-            logits_to_keep=rows.giving.flatten(),
-        ).logits
-    logits: Tensor = computed.float().unflatten(1, rows.giving.shape)
-    return logits
+        ).last_hidden_state
+    return states[:, rows.giving]
 
 
 def parallel_loss(
@@ -73,24 +88,40 @@ def parallel_loss(
 ) -> Callable[[Lesson], Tensor]:
     """The draft's loss on a lesson: how far it is from the target after every end, which are drawn for each lesson
     anew."""
+    head = draft_head(draft)
 
     def loss(lesson: Lesson) -> Tensor:
         inputs = lesson.ids[:, :-1]
         rows = MaskedRows.of(chosen_ends(lesson, num_tokens, num_ends), inputs.shape[1], num_tokens)
-        return window_loss(lesson, rows.places, parallel_logits(draft, inputs, rows, mask_id), weights)
+        return window_loss(lesson, rows.places, head, parallel_states(draft, inputs, rows, mask_id), weights)
 
     return loss
 
 
-def window_loss(lesson: Lesson, places: Tensor, logits: Tensor, weights: DistillWeights) -> Tensor:
-    """How far what was drafted after the places, [ends, tokens], is from the target; logits: [windows, ends, tokens,
-    vocabulary]."""
+def window_loss(lesson: Lesson, places: Tensor, head: LanguageHead, states: Tensor, weights: DistillWeights) -> Tensor:
+    """How far what was drafted after the places, [ends, tokens], is from the target; states: [windows, ends, tokens,
+    hidden], of which `head` says what."""
     following = lesson.ids[:, 1:][:, places]  # [windows, ends, tokens]
-    each, overlap = weights.apart(logits, lesson.top_ids[:, places], lesson.top_probs[:, places], following)
+    ids = torch.cat([lesson.top_ids[:, places], following[..., None]], dim=-1)
+    with bfloat16_products():
+        whole, picked = head.said(states, ids)
+    each, overlap = weights.apart(whole, picked, lesson.top_probs[:, places])
     with torch.no_grad():
         before = torch.cat([torch.ones_like(overlap[..., :1]), overlap[..., :-1]], dim=-1)
         reached = before.cumprod(-1).clamp_min(LEAST_REACHED)  # [windows, ends, tokens]
     return (reached * each).sum(-1).mean()
+
+
+@torch.no_grad()
+def acceptance(
+    lesson: Lesson, places: Tensor, head: LanguageHead, states: Tensor, greedy: bool
+) -> Tensor:  # [windows, ends, tokens], as states are
+    """Of what was drafted after the places, [ends, tokens]: whether the likeliest token is the text's, or how likely a
+    drawn one is accepted."""
+    if greedy:
+        return (head.best(states) == lesson.ids[:, 1:][:, places]).float()
+    whole, picked = head.said(states, lesson.top_ids[:, places])
+    return torch.minimum((picked - whole[..., None]).exp(), lesson.top_probs[:, places]).sum(-1)
 
 
 def chosen_ends(lesson: Lesson, num_tokens: int, num_ends: int, first: int = 0) -> Tensor:  # [ends]

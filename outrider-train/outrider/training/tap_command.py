@@ -66,8 +66,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider model tap") ->
             max_tokens=settings.max_tokens,
         )
         painter = make_painter(settings.plain)
-        with progress(painter, "shard") as on_shard:
-            said = taps.tap(plan, lambda shard, total: on_shard(shard, total, f"{plan.num_windows} windows each"))
+        painter.note(taps.tap_needs(plan).describe())
+        with progress(painter, "shard") as shown:
+            done = total = 0
+
+            def on_shard(shard: int, shards: int) -> None:
+                nonlocal done, total
+                done, total = shard, shards
+                shown(done, total, f"{plan.num_windows} windows each")
+
+            said = taps.tap(plan, on_shard, lambda word: shown(done, total, word))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     layers = ", ".join(map(str, said["taps"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import load_model
+from outrider.training.budget import ModelSize, Needs, lesson_needs, require_memory
+from outrider.training.course import TAP_FILE
 from outrider.training.drafts import read_corpus
 from outrider.training.heads import eagle3_taps
-from outrider.training.lessons import TAP_FILE, Lesson, Teacher
-
-READ_AT_ONCE = 16  # windows
+from outrider.training.lessons import write_lessons
+from outrider.training.teacher import OnWord, Teacher, silent
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class TapPlan:
     max_tokens: int | None = None  # of the corpus; None: all
 
 
-def tap(plan: TapPlan, on_shard: Callable[[int, int], None]) -> Mapping[str, Any]:
-    """Writes `plan.out`; `on_shard` is told how many shards there are, and of how many. What tap.json says. Raises
-    ValueError for what cannot be used."""
+def tap(plan: TapPlan, on_shard: Callable[[int, int], None], on_word: OnWord = silent) -> Mapping[str, Any]:
+    """Writes `plan.out`; `on_shard` is told how many shards there are, and of how many, `on_word` what is done between.
+    What tap.json says. Raises ValueError for what cannot be used, and where memory lacks."""
     if plan.out.exists():
         raise ValueError(f"{plan.out} exists; nothing is overwritten")
+    require_memory(tap_needs(plan), {"--length 64": tap_needs(replace(plan, length=64))} if plan.length > 64 else {})
     loaded = load_model(plan.target)
     num_layers = len(loaded.model.layers)
     taps = check_taps(plan.taps or default_layers(num_layers), num_layers)
@@ -54,17 +56,23 @@ def tap(plan: TapPlan, on_shard: Callable[[int, int], None]) -> Mapping[str, Any
         "num_tokens": len(windows) * plan.length,
     }
     partial = noted(plan, said)
-    teacher = Teacher(loaded, min(READ_AT_ONCE, plan.num_windows), plan.length, taps)
+    teacher = Teacher(loaded, plan.length, taps, on_word)
     shards = torch.split(windows, plan.num_windows)
+    on_shard(0, len(shards))
     for number, shard in enumerate(shards):
         path = partial / f"{number:05}.safetensors"
         if not path.exists():
-            generator = torch.Generator()  # nothing is drawn
-            parts = [teacher.lesson(part, None, generator) for part in torch.split(shard, READ_AT_ONCE)]
-            Lesson.joined(parts).save(path)
+            write_lessons(path, len(shard), teacher.lessons(f"shard {number + 1} of {len(shards)}", shard, None))
         on_shard(number + 1, len(shards))
     partial.rename(plan.out)
     return said
+
+
+def tap_needs(plan: TapPlan) -> Needs:
+    """The memory that a tap takes."""
+    target = ModelSize.read(plan.target)
+    num_taps = len(plan.taps or default_layers(target.num_layers))
+    return lesson_needs(target, plan.length, num_taps)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -117,10 +117,14 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, step: in
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file; a crash leaves the one before it, or this one. Of tied tensors each is a copy."""
+    """Writes a file; a crash leaves the one before it, or this one. Of tied tensors all but the first are copies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, partial)
+    partial, apart, seen = path.with_suffix(".partial"), dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        apart[name] = whole.clone() if whole.untyped_storage().data_ptr() in seen else whole
+        seen.add(whole.untyped_storage().data_ptr())
+    save_file(apart, partial)
     os.replace(partial, path)
 
 

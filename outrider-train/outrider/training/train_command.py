@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
@@ -17,8 +18,9 @@ from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from outrider.training.drafts import DraftAcceptance
-    from outrider.training.heads import HeadMethod
+    from outrider.training.course import CoursePlan
+    from outrider.training.drafts import DraftAcceptance, DraftPlan
+    from outrider.training.heads import HeadMethod, HeadPlan
 
 DESCRIPTION = (
     "Train a draft for the target (second bare argument) on a corpus (third): METHOD draft drafts a token a pass, pard "
@@ -61,7 +63,8 @@ class TrainSettings(ServiceSettings):
     draft_vocab: int | None = Field(
         None, ge=1, description="outputs of eagle3: the corpus's likeliest tokens (default: the whole vocabulary)"
     )
-    steps: int = Field(1200, ge=1, description="steps of the optimizer, of 2,048 tokens each")
+    steps: int = Field(1200, ge=1, description="steps of the optimizer")
+    batch: int | None = Field(None, ge=1, le=256, description="windows of a step, of 256 tokens each (default: 8)")
     threads: int | None = Field(None, ge=1, le=256, description="threads (default: all cores)")
     plain: bool = Field(False, description="no colours, and no progress bar")
 
@@ -95,6 +98,38 @@ def check_method(settings: TrainSettings) -> None:
             raise ValueError(f"{flag}: is for {' and '.join(methods)}; the method is {settings.method}")
 
 
+def draft_plan(settings: TrainSettings, target: Path, start: Path | None) -> DraftPlan:
+    """Of a draft."""
+    from outrider.training import drafts
+
+    return drafts.DraftPlan(
+        parallel=settings.method == "pard",
+        target=target,
+        corpus=settings.corpus,
+        out=settings.out,
+        start=start,
+        layers=settings.layers,
+        steps=settings.steps,
+        **_course(settings),
+    )
+
+
+def head_plan(settings: TrainSettings, target: Path) -> HeadPlan:
+    """Of a head."""
+    from outrider.training import heads
+
+    return heads.HeadPlan(
+        method=cast("HeadMethod", settings.method),
+        target=target,
+        corpus=settings.corpus,
+        out=settings.out,
+        num_tokens=settings.tokens,
+        draft_vocab=settings.draft_vocab,
+        steps=settings.steps,
+        **_course(settings),
+    )
+
+
 def describe(measured: Sequence[DraftAcceptance]) -> Iterator[str]:
     """A draft's acceptance, and that of the one it started from."""
     yield "accepted where the corpus was held out, by position, of those reached; tokens a round at k=4 and 8"
@@ -114,6 +149,13 @@ def rounds(shares: Sequence[float], k: int) -> float:
     return total
 
 
+def _course(settings: TrainSettings) -> dict[str, CoursePlan]:
+    """What is not the default's."""
+    from outrider.training.course import CoursePlan
+
+    return {} if settings.batch is None else {"course": CoursePlan(batch_size=settings.batch)}
+
+
 def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Painter) -> list[DraftAcceptance]:
     import torch
 
@@ -121,33 +163,22 @@ def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Pai
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with progress(painter, "step", every=50) as shown:
+    if settings.method in DRAFTS:
+        draft = draft_plan(settings, target, start)
+        needs, make = drafts.draft_needs(draft), partial(drafts.make_draft, draft)
+    else:
+        head = head_plan(settings, target)
+        needs, make = heads.head_needs(head), partial(heads.make_head, head)
+    painter.note(needs.describe())
+    with progress(painter, "step", every=10) as shown:
+        done = 0
 
         def on_step(step: int, loss: float) -> None:
+            nonlocal done
+            done = step
             shown(step, settings.steps, f"loss {loss:.3f}")
 
-        if settings.method in DRAFTS:
-            draft = drafts.DraftPlan(
-                parallel=settings.method == "pard",
-                target=target,
-                corpus=settings.corpus,
-                out=settings.out,
-                start=start,
-                layers=settings.layers,
-                steps=settings.steps,
-            )
-            measured = drafts.make_draft(draft, on_step)
-        else:
-            head = heads.HeadPlan(
-                method=cast("HeadMethod", settings.method),
-                target=target,
-                corpus=settings.corpus,
-                out=settings.out,
-                num_tokens=settings.tokens,
-                draft_vocab=settings.draft_vocab,
-                steps=settings.steps,
-            )
-            measured = heads.make_head(head, on_step)
+        measured = make(on_step, lambda word: shown(done, settings.steps, word))
     painter.note(f"{settings.out}: {settings.method}, trained for {settings.steps} steps")
     return measured
 
