@@ -201,6 +201,14 @@ def test_the_likeliest_tokens() -> None:
     assert likeliest_tokens(torch.tensor([7, 7, 1, 3, 3, 3, 5, 1]), 9, 3).tolist() == [1, 3, 7]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
+def test_a_heads_last_norm_begins_as_the_targets(family: str, tmp_path: Path) -> None:
+    """Also where that one's factors are stored less one."""
+    loaded = load_model(save_tiny(tmp_path / family, family))
+    stored = load_file(tmp_path / family / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(HeadTarget.read(tmp_path / family, loaded).norm, stored + (family == "gemma"))
+
+
 def test_a_target_of_other_names_is_refused(tmp_path: Path, target: Path) -> None:
     loaded = load_model(target)
     from safetensors.torch import save_file

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.engine import checkpoint
 from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.models.decoder_config import BY_MODEL_TYPE
 from outrider.engine.models.weights import text_model_state
 from outrider.proposers.heads.eagle import default_taps
 from outrider.proposers.heads.head import TargetWeights
@@ -107,11 +108,13 @@ class HeadTarget:
         if norm is None:
             raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
         config, found = checkpoint.read_config(folder), target_weights(folder, loaded.model)
+        family = BY_MODEL_TYPE.get(loaded.model_type)
+        factors = norm.float() + (family is not None and family.norms_from_one)
         kept = torch.bfloat16 if checkpoint.stored_dtype(config) == "bfloat16" else torch.float32
         embeddings = found.embeddings.to(kept)
         tied = found.output.data_ptr() == found.embeddings.data_ptr()
         output = embeddings if tied else found.output.to(kept)
-        return cls(config, replace(found, embeddings=embeddings, output=output), norm.float())
+        return cls(config, replace(found, embeddings=embeddings, output=output), factors)
 
 
 def make_head(plan: HeadPlan, on_step: Callable[[int, float], None], on_word: OnWord = silent) -> list[DraftAcceptance]:
