@@ -66,7 +66,7 @@ def test_what_is_rounded_is_rounded_again(source: Path, tmp_path: Path) -> None:
     [
         (
             ["--quantize", "int4", "--group", "48"],
-            "group: is 48, and a matrix has rows of 64; allowed: a divisor",
+            "group: is 48, and a matrix has rows of 128; allowed: a divisor",
         ),
         (["--group", "32"], "group is for --quantize int8 or int4"),
         (["--quantize", "int3"], "quantize"),

@@ -12,7 +12,7 @@ from support.environment import SEED
 NAMES = (
     "DraftService frames to the service", "DraftService frames to the gateway", "TargetService frames to the service",
     "TargetService frames to the gateway", "completions", "chat", "responses", "tokenize", "detokenize", "weights",
-    "configuration", "tokenizer", "template", "constraint", "vocabulary",
+    "configuration", "tokenizer", "template", "constraint", "vocabulary", "gguf",
 )  # fmt: skip
 SLOW = ("tokenizer", "vocabulary")  # to be read
 pytestmark = pytest.mark.timeout(600)
