@@ -17,7 +17,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.gguf.config import config_of
-from outrider.gguf.header import KINDS, GgufHeader, Kind, TensorPlace
+from outrider.gguf.header import KINDS, BlockKind, GgufHeader, TensorPlace
 from outrider.kernels.cpu.decoder import Kind as Layout
 from outrider.kernels.cpu.library import cpu_library
 
@@ -68,7 +68,7 @@ def metadata_of(architecture: str) -> dict[str, Any]:
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
-def stored(kind: Kind, shape: tuple[int, ...], seed: int) -> bytes:
+def stored(kind: BlockKind, shape: tuple[int, ...], seed: int) -> bytes:
     """A tensor of random numbers."""
     if kind.name in BLOCKS:
         return random_blocks(kind.name, shape[0], shape[1], seed).numpy().tobytes()

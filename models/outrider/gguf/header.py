@@ -29,7 +29,7 @@ class WrongGguf(ValueError):
     """A file that is no GGUF, is damaged, or holds what can't be served."""
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """How numbers lie in a tensor: blocks of so many numbers take so many bytes."""
 
     name: str
@@ -37,19 +37,19 @@ class Kind(NamedTuple):
     num_bytes: int
 
 
-KINDS: Mapping[int, Kind] = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    30: Kind("BF16", 1, 2),
-    39: Kind("MXFP4", 32, 17),
+KINDS: Mapping[int, BlockKind] = {
+    0: BlockKind("F32", 1, 4),
+    1: BlockKind("F16", 1, 2),
+    2: BlockKind("Q4_0", 32, 18),
+    3: BlockKind("Q4_1", 32, 20),
+    6: BlockKind("Q5_0", 32, 22),
+    7: BlockKind("Q5_1", 32, 24),
+    8: BlockKind("Q8_0", 32, 34),
+    12: BlockKind("Q4_K", 256, 144),
+    13: BlockKind("Q5_K", 256, 176),
+    14: BlockKind("Q6_K", 256, 210),
+    30: BlockKind("BF16", 1, 2),
+    39: BlockKind("MXFP4", 32, 17),
 }
 # Of kinds that are not served, to be named where one is met.
 OTHER_KINDS: Mapping[int, str] = {
@@ -69,7 +69,7 @@ class TensorPlace:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: BlockKind
     path: Path
     start: int  # of its bytes in the file
     num_bytes: int
@@ -253,7 +253,7 @@ def _places(path: Path, cursor: _Cursor, metadata: Metadata, num_tensors: int) -
     yield from places
 
 
-def _entry(path: Path, cursor: _Cursor, alignment: int) -> tuple[str, tuple[int, ...], Kind, int]:
+def _entry(path: Path, cursor: _Cursor, alignment: int) -> tuple[str, tuple[int, ...], BlockKind, int]:
     name, num_dimensions = cursor.name("a tensor"), cursor.number("I")
     if not 1 <= num_dimensions <= MOST_DIMENSIONS:
         raise WrongGguf(f"{path}: {name} has {num_dimensions} dimensions; allowed: 1 to {MOST_DIMENSIONS}")

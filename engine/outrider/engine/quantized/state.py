@@ -19,7 +19,7 @@ from outrider.kernels.quantized.form import QuantizedMatrix
 KEYS = ("quantization_config", "compression_config")  # of config.json
 
 
-class Layout(Protocol):
+class StoredAs(Protocol):
     """How a kind of checkpoint is read."""
 
     @property
@@ -36,7 +36,7 @@ class Layout(Protocol):
         """The weight of a module. Raises WrongCheckpoint."""
 
 
-LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
+LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], StoredAs]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": Gptq,
     "awq": Awq,
@@ -50,7 +50,7 @@ def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((said for said in found if said is not None), None)
 
 
-def layout_of(said: Mapping[str, Any]) -> Layout:
+def layout_of(said: Mapping[str, Any]) -> StoredAs:
     """Raises UnsupportedModel for what is not served, by name."""
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     if not isinstance(method, str) or method not in LAYOUTS:
@@ -62,7 +62,7 @@ def layout_of(said: Mapping[str, Any]) -> Layout:
 class QuantizedTensors(Mapping[str, Tensor]):
     """A LazyState over the tensors as they are stored."""
 
-    def __init__(self, layout: Layout, stored: Mapping[str, Tensor]) -> None:
+    def __init__(self, layout: StoredAs, stored: Mapping[str, Tensor]) -> None:
         self._layout, self._stored = layout, stored
         modules = {layout.module(name) for name in stored} - {None}
         self._weights = {f"{module}.weight": str(module) for module in modules}
