@@ -286,7 +286,7 @@ async def test_the_gateway_alone_serves(python: Python, tmp_path: Path) -> None:
 async def test_what_is_missing_is_said(python: Python, command: str, tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path)) if command in SERVICES else ("--target", str(tmp_path), "--draft", str(tmp_path))
     extra = COMMANDS[command].extra
-    missing = "llguidance, numpy, regex, safetensors, torch, transformers"
+    missing = "compressed-tensors, llguidance, numpy, regex, safetensors, torch, transformers"
     assert await python.outrider(*command.split(), *flags) == (
         2,
         f"outrider {command}: error: not installed: {missing}; pip install 'outrider[{extra}]'\n",

@@ -6,10 +6,10 @@ set -euo pipefail
 service=$1 wheelhouse=$2 folder=$3
 shift 3
 case "$service" in
-    gateway) parts="v1 rpc pairs planner proposers gateway" ;;
-    target) parts="v1 rpc pairs planner kernels engine proposers target_service" ;;
-    target-vllm) parts="v1 rpc pairs planner kernels engine proposers target_service vllm" ;;
-    draft) parts="v1 rpc pairs planner kernels engine proposers draft_service" ;;
+    gateway) parts="v1 rpc pairs gguf planner proposers gateway" ;;
+    target) parts="v1 rpc pairs gguf planner kernels engine proposers target_service" ;;
+    target-vllm) parts="v1 rpc pairs gguf planner kernels engine proposers target_service vllm" ;;
+    draft) parts="v1 rpc pairs gguf planner kernels engine proposers draft_service" ;;
     *) echo "unknown service $service: gateway, target, target-vllm or draft" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheelhouse" \
