@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "vllm": RPC | {"kernels", "target_service"},  # what a vLLM's own processes load
     "vllm.target": MODEL | RPC | {"planner", "target_service", "vllm"},
     "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
-    "llm": MODEL | RPC | SERVICES | {"planner", "client"},
+    "llm": MODEL | RPC | SERVICES | {"planner", "client", "gguf"},
     "client": RPC,
     "cli": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client"},
     "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},

@@ -4,7 +4,6 @@ cut short ends as one that was not, and the folder drafts."""
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,22 +27,6 @@ from outrider.training.train_command import main, rounds
 
 VOCAB, LENGTH = 400, 24
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2, num_measured=8)
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "def",
-    "main",
-    "return",
-    "class",
-    "self",
-]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +35,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, rng = tmp_path_factory.mktemp("corpus") / "corpus.txt", random.Random(1)
-    path.write_text(" ".join(rng.choices(WORDS, k=2500)))
-    return path
 
 
 def plan_of(target: Path, corpus: Path, out: Path, **options: Any) -> DraftPlan:

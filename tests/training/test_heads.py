@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.engines import TargetHarness, opened
-from support.models import save_tiny, train_byte_level
+from support.models import save_tiny
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, build_batch
@@ -42,23 +42,7 @@ from outrider.training.train_command import main
 VOCAB, LENGTH, LAYERS = 400, 24, 6
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2, num_measured=8)
 METHODS: tuple[HeadMethod, ...] = get_args(HeadMethod)
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "def", "main", "return", "class", "self"]
 SERVED = {"mlp": "mlp_speculator"}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, rng = tmp_path_factory.mktemp("corpus") / "corpus.txt", random.Random(1)
-    path.write_text(" ".join(rng.choices(WORDS, k=2500)))
-    return path
 
 
 def plan_of(method: HeadMethod, target: Path, corpus: Path, out: Path, **options: Any) -> HeadPlan:

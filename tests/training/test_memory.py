@@ -4,7 +4,6 @@ the plain form, and a run that cannot fit says so at once."""
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from support.models import save_tiny, tiny_hf_model, train_byte_level
+from support.models import tiny_hf_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,22 +40,6 @@ ROWS = 80  # of the vocabulary, at once: more than a weight has, transposed, and
 COURSE = CoursePlan(length=LENGTH, num_windows=8, prompt=8, batch_size=4, steps=2, num_kept=2, num_measured=8)
 HEADS: tuple[HeadMethod, ...] = get_args(HeadMethod)
 METHODS = ("draft", "pard", *HEADS)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "def", "main", "return", "class"]
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text(" ".join(random.Random(1).choices(words, k=2500)))
-    return path
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic.dataclasses import dataclass
 
 from outrider.gateway.prepare import SPECULATION_MODES
+from outrider.gguf.folder import is_gguf
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.structured_outputs import COMPILERS, ONE_COMPILER
 from outrider.llm.validation import (
@@ -36,7 +37,7 @@ from outrider.llm.validation import (
     require_fixed,
     require_known,
 )
-from outrider.rpc.hub import embedded, is_gguf, is_hub_id, locate
+from outrider.rpc.hub import embedded, is_hub_id, locate
 from outrider.rpc.words.checks import ALL_LOGPROBS
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 

@@ -30,11 +30,16 @@ VERSION = 1  # of what is made of a file
 WEIGHTS = ("*.safetensors", "*.bin")  # beside which a GGUF file of a folder is another form of the same
 
 
+def is_gguf(model: str | Path) -> bool:
+    """Whether it is the path of a GGUF file that is there."""
+    return Path(model).suffix == SUFFIX and Path(model).is_file()
+
+
 def gguf_of(model: str | Path) -> Path | None:
     """The GGUF file that a path names: itself, or the only model in a folder that holds no other weights. ValueError
     where a folder has several."""
     path = Path(model)
-    if path.suffix == SUFFIX and path.is_file():
+    if is_gguf(path):
         return path
     if not path.is_dir() or weights_entry(path) is not None or any(any(path.glob(name)) for name in WEIGHTS):
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.gguf.folder import SUFFIX, folder_of, gguf_name, gguf_of
+from outrider.gguf.folder import folder_of, gguf_name, gguf_of
 from outrider.pairs import name_of, part_path
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
@@ -25,11 +25,6 @@ ELSEWHERE = ("*/*", "consolidated*")  # other formats' folders, and Mistral's se
 
 class ModelNotFound(ValueError):
     """Neither a folder nor a model that the hub or its cache gives us; the message says why."""
-
-
-def is_gguf(model: str | Path) -> bool:
-    """Whether it is the path of a GGUF file that is there."""
-    return Path(model).suffix == SUFFIX and Path(model).is_file()
 
 
 def own_draft(model: str | Path | None) -> Literal["int8", "int4"] | None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 INSTALL = "pip install compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-LINEAR = ("Linear", "re:.*")  # what stands for every product
+LINEAR = "Linear"  # what stands for every product
 PARTS = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
     "input_scale", "input_zero_point", "output_scale", "output_zero_point",
@@ -71,7 +71,7 @@ class CompressedTensors:
 
         schemes = list(self._config.config_groups.values())
         named = [scheme for scheme in schemes if any(match_name(module, target) for target in scheme.targets)]
-        found = named or [scheme for scheme in schemes if set(scheme.targets) & set(LINEAR)]
+        found = named or [scheme for scheme in schemes if LINEAR in scheme.targets]
         if not found or found[0].weights is None:
             raise WrongCheckpoint(f"{module}: is quantised, and no group of quantization_config has it")
         return found[0].weights

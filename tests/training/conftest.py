@@ -1,0 +1,28 @@
+"""A tiny target of several layers, and a text to learn from."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support.models import save_tiny, train_byte_level
+
+VOCAB, LAYERS = 400, 6
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "def", "main", "return", "class", "self"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS)
+    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text(" ".join(random.Random(1).choices(WORDS, k=2500)))
+    return path
