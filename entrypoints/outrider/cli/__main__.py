@@ -74,6 +74,7 @@ SUBJECTS: dict[str, dict[str, Command]] = {
         "bench gateway": Command("", "measure a gateway: what a round costs, how many streams it has", "bench"),
         "bench host": Command("", "measure what target and gateway cost beside the device", "bench"),
         "bench vllm": Command("", "measure drafting by vLLM's own engine, and by ours", "bench"),
+        "bench weights": Command("", "measure a GGUF file here and under llama.cpp", "bench"),
         "bench kernels": Command("", "measure the kernels against PyTorch's", "bench"),
     },
 }

@@ -89,14 +89,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
     painter = make_painter(settings.plain)
     try:
         settings.check_access()
-        settings = settings.located()
+        given, settings = settings, settings.located()
         drafts = [] if settings.draft is None else [settings.draft.metrics]
         gateway = settings.gateway
         require_free(gateway.listen, gateway.http, gateway.metrics, settings.target.metrics, *drafts)
         with Services(shows_logs=settings.log_format is not None) as services:
             with starting(painter, settings) as advance:
                 running = start(services, settings, advance)
-            painter.lines(welcome(settings, running))
+            painter.lines(welcome(given, running))
             return watch(running, painter)
     except (ServiceFailed, OutriderError, OSError, ValueError) as error:
         return fail(prog, error)
@@ -149,7 +149,7 @@ def watch(running: Running, painter: Painter) -> int:
 
 
 def welcome(settings: ServeSettings, running: Running) -> list[str]:
-    """What to do next."""
+    """What to do next; models are called what they were called when asked for."""
     address = running.gateway.address
     scheme, access = ("http", "") if settings.gateway.tls_cert is None else ("https", " --peer-ca CA")
     access += " --peer-cert CERT --peer-key KEY" if settings.gateway.tls_client_ca is not None else ""
