@@ -27,7 +27,8 @@ COMPILE_S = 120
 
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_AMX = _VNNI | {"avx512_bf16", "amx_tile", "amx_bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Variant:
 
 
 _X86 = (
-    Variant("c-amx", _AMX, ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    Variant("c-amx", _AMX, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    Variant("c-vnni", _VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
     Variant("c-avx512", _AVX512, ("-march=x86-64-v4",)),
     Variant("c-avx2", _AVX2, ("-march=x86-64-v3",)),
     Variant("c-sse2"),

@@ -56,15 +56,16 @@ static float rms_factor(const float *x, int64_t dim, float eps) {
    adapters. */
 static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
                       float eps, const Matrix *next, const Adapters *adapters, float *out) {
-    int64_t dim = next->inputs;
+    int64_t dim = next->inputs, width = placed_together(next);
     for (CLAIM(row, rows)) {
         const float *from = x + (chosen ? chosen[row] : row) * dim;
         floats factor = all(rms_factor(from, dim, eps));
-        for (int64_t at = 0; at < dim; at += LANES) {
-            float normed[LANES];
-            store(normed, load(from + at) * factor * load(weight + at));
-            place(next, rows, row, at, LANES, normed, out);
-            keep_input(adapters, dim, row, at, LANES, normed);
+        for (int64_t first = 0; first < dim; first += width) {
+            float normed[STEP_IN];
+            for (int64_t at = 0; at < width; at += LANES)
+                store(normed + at, load(from + first + at) * factor * load(weight + first + at));
+            place(next, rows, row, first, width, normed, out);
+            keep_input(adapters, dim, row, first, width, normed);
         }
     }
     meet(thread);

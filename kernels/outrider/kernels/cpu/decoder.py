@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.kernels.cpu.library import cpu_library, cpu_library_name
 from outrider.kernels.cpu.memory import in_huge_pages
-from outrider.kernels.cpu.packed import Packing, can_pack, pack_quantized, packing_of
+from outrider.kernels.cpu.packed import Packing, can_pack, can_round, pack_quantized, packing_of
 from outrider.kernels.layers.reference import int8_scales, to_int8
 from outrider.kernels.quantized.form import QuantizedMatrix
 
@@ -59,7 +59,7 @@ class Matrix(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("panels", "bias", "scales")),
         *((name, c_int64) for name in ("outputs", "inputs", "kind")),
-        ("packing", POINTER(Packing)), ("sections", c_void_p), ("num_sections", c_int64),
+        ("packing", POINTER(Packing)), ("sections", c_void_p), ("num_sections", c_int64), ("rounds", c_int64),
     )  # fmt: skip
 
 
@@ -117,6 +117,11 @@ class LayerWeights:
         """What rows are multiplied with."""
         return self.qkv, self.output, self.gate, self.up, self.down
 
+    @property
+    def multiplied_together(self) -> tuple[tuple[Weights, ...], ...]:
+        """Those that the same rows are multiplied with, which lie in one way."""
+        return (self.qkv,), (self.output,), (self.gate, self.up), (self.down,)
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
@@ -154,6 +159,7 @@ class CpuDecoder:
         head: Weight,  # [vocab, hidden]; quantised embeddings may be the head, too, and are kept once
         *,
         kind: Kind | None,  # of all weights that are tensors; None, beside quantised ones: of each what it needs
+        rounds: bool = False,  # rows become integers of 16 bits where they meet quantised weights
         heads: int,
         kv_heads: int,
         eps: float,
@@ -169,12 +175,12 @@ class CpuDecoder:
         self._library: Any = library
         self.library_name = cpu_library_name() or ""
         self._library.decoder_scratch.restype = c_int64
-        self.kind = kind
+        self.kind, self.rounds = kind, rounds
         self._kept: list[object] = []  # what the pointers below point to
         packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
         self._layers = (_Layer * len(packed))(*packed)
         self.hidden, self.vocab_size, self._num_embeddings = norm.shape[0], head.shape[0], len(embeddings)
-        head_matrix = self._matrix(head, None)
+        head_matrix = self._matrix(head, None, rounds and may_round(head))
         table, table_kind = self._table(embeddings, head_matrix if embeddings is head else None)
         self._decoder = _Decoder(
             len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
@@ -237,12 +243,13 @@ class CpuDecoder:
         return c_void_p(self._scratch.data_ptr())
 
     def _layer(self, layer: LayerWeights) -> _Layer:
+        qkv, output, gate_up, down = (self.rounds and may_round(*each) for each in layer.multiplied_together)
         return _Layer(
-            self._matrix(layer.qkv, layer.qkv_bias),
-            self._matrix(layer.output, layer.output_bias),
-            self._matrix(layer.gate, layer.gate_bias),
-            self._matrix(layer.up, layer.up_bias),
-            self._matrix(layer.down, layer.down_bias),
+            self._matrix(layer.qkv, layer.qkv_bias, qkv),
+            self._matrix(layer.output, layer.output_bias, output),
+            self._matrix(layer.gate, layer.gate_bias, gate_up),
+            self._matrix(layer.up, layer.up_bias, gate_up),
+            self._matrix(layer.down, layer.down_bias, down),
             *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
             *map(self._pointer, layer.rotary),
             layer.window or 0,
@@ -254,14 +261,14 @@ class CpuDecoder:
             kind = Kind.HALVES if embeddings.dtype == torch.bfloat16 else Kind.FLOATS
             self._kept.append(table := (embeddings if kind is Kind.HALVES else embeddings.float()).contiguous())
             return table.data_ptr(), kind
-        matrix = self._matrix(embeddings, None) if head is None else head
+        matrix = self._matrix(embeddings, None, False) if head is None else head
         if matrix.kind != Kind.PACKED:
             return self._table(embeddings.decode(), None)
         self._kept.append(matrix)
         return ctypes.addressof(matrix), Kind.PACKED
 
-    def _matrix(self, weight: Weights, bias: Tensor | None) -> Matrix:
-        matrix, kept = matrix_of(weight, bias, self.kind)
+    def _matrix(self, weight: Weights, bias: Tensor | None, rounds: bool) -> Matrix:
+        matrix, kept = matrix_of(weight, bias, self.kind, rounds)
         self._kept.append(kept)
         return matrix
 
@@ -273,18 +280,31 @@ class CpuDecoder:
         return kept.data_ptr()
 
 
-def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None) -> tuple[Matrix, object]:
+def may_round(*weights: Weights) -> bool:
+    """Whether rows of integers can be multiplied with all of them."""
+    parts = [part for weight in weights for part in (weight if isinstance(weight, tuple) else (weight,))]
+    ends = [len(part) for weight in weights if isinstance(weight, tuple) for part in weight[:-1]]
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix) and can_round(part)]
+    return len(quantized) == len(parts) and not any(end % PANEL for end in ends)
+
+
+def matrix_of(
+    weight: Weights, bias: Tensor | None, kind: Kind | None, rounds: bool = False
+) -> tuple[Matrix, object]:
     """A weight as the kernels read it, and what its pointers point to. `kind` is that of tensors; None: as few bits as
-    hold the numbers of each, on the processor's vectors. Raises ValueError for tiles beside quantised ones: rows lie
-    in one way for all of them."""
+    hold the numbers of each, on the processor's vectors. `rounds`: rows become integers, which `may_round` allows.
+    Raises ValueError for tiles beside quantised ones: rows lie in one way for all of them."""
     if kind is Kind.TILES and not isinstance(weight, Tensor):
         raise ValueError("kind: is TILES, with quantised weights; allowed: None")
     if isinstance(weight, tuple):
-        return _sections(weight, bias, kind)
+        return _sections(weight, bias, kind, rounds)
     if isinstance(weight, QuantizedMatrix) and can_pack(weight):
         packing = packing_of(weight.form)
         packed, bias = pack_quantized(weight), None if bias is None else bias.contiguous()
-        matrix = Matrix(packed.data_ptr(), _address(bias), None, *weight.shape, Kind.PACKED, ctypes.pointer(packing))
+        matrix = Matrix(
+            packed.data_ptr(), _address(bias), None, *weight.shape, Kind.PACKED, ctypes.pointer(packing),
+            rounds=int(rounds),
+        )  # fmt: skip
         return matrix, (packed, bias, packing)
     numbers = weight if isinstance(weight, Tensor) else weight.decode()
     kind = kind if kind is not None else Kind.HALVES if is_bfloat16(numbers) else Kind.FLOATS
@@ -294,20 +314,23 @@ def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None) -> tuple[
     return matrix, (panels, bias, scales)
 
 
-def _sections(weights: tuple[Weight, ...], bias: Tensor | None, kind: Kind | None) -> tuple[Matrix, object]:
+def _sections(
+    weights: tuple[Weight, ...], bias: Tensor | None, kind: Kind | None, rounds: bool
+) -> tuple[Matrix, object]:
     """Tensors become one, and so do all where one ends within a panel."""
     if all(isinstance(weight, Tensor) for weight in weights) or any(len(weight) % PANEL for weight in weights[:-1]):
         parts = [weight if isinstance(weight, Tensor) else weight.decode() for weight in weights]
         return matrix_of(parts[0] if len(parts) == 1 else torch.cat(parts), bias, kind)
     biases = [None] * len(weights) if bias is None else torch.split(bias, [len(weight) for weight in weights])
-    made = [matrix_of(weight, part, kind) for weight, part in zip(weights, biases, strict=True)]
+    made = [matrix_of(weight, part, kind, rounds) for weight, part in zip(weights, biases, strict=True)]
     if len(made) == 1:
         return made[0]
     sections = (Matrix * len(made))(*(matrix for matrix, _ in made))
     outputs = sum(len(weight) for weight in weights)
     matrix = Matrix(
-        None, None, None, outputs, weights[0].shape[1], Kind.SECTIONS, None, ctypes.addressof(sections), len(made)
-    )
+        None, None, None, outputs, weights[0].shape[1], Kind.SECTIONS, None, ctypes.addressof(sections), len(made),
+        int(rounds),
+    )  # fmt: skip
     return matrix, (sections, made)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.decoder import DIM_MULTIPLE, Weights, is_bfloat16, kind_for, matrix_of
+from outrider.kernels.cpu.decoder import DIM_MULTIPLE, Weights, is_bfloat16, kind_for, matrix_of, may_round
 from outrider.kernels.cpu.library import cpu_library
 
 
@@ -22,12 +22,17 @@ def can_multiply(weight: Tensor) -> bool:  # [out, in]
 class CpuLinear:
     """y = x W^T + b. One thread at a time may call it: it keeps its scratch memory."""
 
-    def __init__(self, weight: Weights, bias: Tensor | None = None) -> None:  # [out, in] and [out], float32
+    def __init__(
+        self,
+        weight: Weights,  # [out, in]
+        bias: Tensor | None = None,  # [out] float32
+        rounds: bool = False,  # rows become integers of 16 bits, where the weight is quantised
+    ) -> None:
         library: Any = cpu_library()
         self._library = library
         self._library.matrix_scratch.restype = c_int64
         kind = kind_for(is_bfloat16(weight)) if isinstance(weight, Tensor) else None
-        self._matrix, self._kept = matrix_of(weight, bias, kind)
+        self._matrix, self._kept = matrix_of(weight, bias, kind, rounds and may_round(weight))
         self._outputs, self._inputs = self._matrix.outputs, self._matrix.inputs
         self._scratch = torch.empty(0)
 

@@ -52,6 +52,12 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
     return fits and parts and form.bits in (4, 5, 6, 8) and (tabled or not form.table)
 
 
+def can_round(matrix: QuantizedMatrix) -> bool:
+    """Whether rows of integers of 16 bits can be multiplied with it: of what is packed all that has no scales of 16
+    inputs, but codes of 6 bits."""
+    return can_pack(matrix) and (matrix.form.part != PART or matrix.form.bits == 6)
+
+
 def pack_quantized(matrix: QuantizedMatrix) -> Tensor:
     """[ceil(out / 32), bytes of a panel] uint8, filled up with zeros. Takes little memory beside the result."""
     outputs, inputs = matrix.shape
@@ -100,30 +106,20 @@ def _bytes(numbers: Tensor) -> Tensor:  # [panels, n, together, 32] -> [panels, 
 
 def _words(bits: int, codes: Tensor) -> Tensor:
     """codes: [panels, steps, 32 inputs, 32 outputs] uint8 -> [panels, steps, bits, 32 outputs] int32."""
-    if bits == 5:
-        return _with_the_rest(codes, 5, 30)
-    if bits == 6:
-        first, second = codes.split(PART, dim=2)
-        return torch.cat([_with_the_rest(first, 6, 15), _with_the_rest(second, 6, 15)], dim=2)
-    return _side_by_side(codes, bits)
+    quads = codes.unflatten(2, (-1, 4))  # [panels, steps, 8 quads, 4 inputs, 32]
+    if bits == 8:
+        return _by_bytes(quads)
+    lower, upper = (quads & 15).unflatten(2, (-1, 2)).unbind(3)  # [panels, steps, 4, 4 inputs, 32]
+    words = [_by_bytes(lower | upper << 4)]
+    if bits > 4:
+        rest, width = quads >> 4, bits - 4
+        of_words = rest.unflatten(2, (width, -1))  # [panels, steps, words, quads of a word, 4 inputs, 32]
+        shifts = torch.arange(of_words.shape[3], dtype=torch.uint8)[:, None, None] * width
+        words.append(_by_bytes((of_words << shifts).sum(3, dtype=torch.uint8)))
+    return torch.cat(words, dim=2)
 
 
-def _side_by_side(codes: Tensor, bits: int) -> Tensor:
-    """[..., inputs, 32] uint8 -> [..., words, 32] int32, of each word the first code lowest."""
-    codes = codes.unflatten(2, (-1, 32 // bits))
-    words = torch.zeros_like(codes[:, :, :, 0], dtype=torch.int32)
-    for place in range(32 // bits):
-        words |= codes[:, :, :, place].int() << place * bits
-    return words
-
-
-def _with_the_rest(codes: Tensor, bits: int, whole: int) -> Tensor:
-    """As many codes as words hold, and in what is left over of these the rest: of 6 bits one code two bits a word; of 5
-    bits two codes, of which the third word has the fifth bit of each."""
-    words = _side_by_side(codes[:, :, :whole], bits)
-    for index in range(codes.shape[2] - whole):
-        code = codes[:, :, whole + index].int()
-        for part, place in ((0, 30), (1, 30), (2, 30)) if bits == 6 else ((0, 30), (1, 30), (2, 30 + index)):
-            word = 2 if part == 2 else index * 3 + part
-            words[:, :, word] |= (code >> 2 * part & (3 if bits == 6 or part < 2 else 1)) << place
-    return words
+def _by_bytes(numbers: Tensor) -> Tensor:
+    """[..., 4, 32] uint8 -> [..., 32] int32, the first one lowest."""
+    whole = numbers.int()
+    return whole[..., 0, :] | whole[..., 1, :] << 8 | whole[..., 2, :] << 16 | whole[..., 3, :] << 24

@@ -7,7 +7,8 @@
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
-#include "packed.h"
+#include "packed_floats.h"
+#include "packed_integers.h"
 #include "panels.h"
 #include "tiles.h"
 
@@ -22,6 +23,7 @@ typedef struct Matrix {
     const Packing *packing;        /* of packed ones, or none */
     const struct Matrix *sections; /* [num_sections], or none: matrices of several kinds, one below the other, each of */
     int64_t num_sections;          /* whole panels but the last; none is of tiles */
+    int64_t rounds;                /* rows are multiplied as integers (packed_integers.h), by all sections */
 } Matrix;
 
 /* Asks for the line or lines of a panel with the numbers of one input, from number `at` on. */
@@ -82,8 +84,11 @@ INLINE int64_t placed_size(int64_t inputs, int64_t rows) {
     return tiled > grouped ? tiled : grouped;
 }
 
+/* How many numbers of a row are put in their place together. */
+INLINE int64_t placed_together(const Matrix *matrix) { return matrix->rounds ? STEP_IN : LANES; }
+
 /* Puts `count` numbers of a row, from column `at` on, where the product with `matrix` reads them. Both are multiples of
-   LANES, or the row ends there. */
+   what is put there together, or the row ends there. */
 INLINE void place(const Matrix *matrix, int64_t rows, int64_t row, int64_t at, int64_t count, const float *from,
                   float *x) {
     if (matrix->kind == TILES) {
@@ -96,6 +101,11 @@ INLINE void place(const Matrix *matrix, int64_t rows, int64_t row, int64_t at, i
                 for (int64_t lane = 0; at + lane < end; lane++) values[lane] = from[lane];
             split_into((uint16_t *)x, matrix->inputs, row, at, values);
         }
+        return;
+    }
+    if (matrix->rounds) {
+        Rounded *to = (Rounded *)x + (row * matrix->inputs + at) / STEP_IN;
+        for (int64_t k = 0; k < count; k += STEP_IN) round_inputs(from + k, to++);
         return;
     }
     int64_t group = ((row + 1) * num_groups(rows) - 1) / rows, start = group_start(group, rows);
@@ -161,6 +171,8 @@ static void product_panel(const Matrix *matrix, int64_t panel, const float *x, i
     const char *weights = (const char *)matrix->panels + panel * panel_bytes(matrix);
     if (matrix->kind == TILES)
         multiply_tiles((const uint16_t *)x, (const uint16_t *)weights, matrix->inputs, rows, out);
+    else if (matrix->rounds)
+        multiply_integers(matrix->packing, weights, matrix->inputs, (const Rounded *)x, rows, out);
     else if (matrix->kind == PACKED)
         multiply_packed(matrix->packing, weights, matrix->inputs, x, rows, out);
     else

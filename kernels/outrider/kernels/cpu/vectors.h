@@ -3,7 +3,7 @@
 #define OUTRIDER_VECTORS_H
 
 #include <stdint.h>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
