@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support.models import save_tiny
+import torch
+from support.gguf_models import as_gguf
+from support.models import KERNELS, cpu_kernels, logits_of, save_tiny
 
+from outrider.cli.quantize import quantize
+from outrider.engine.loader import LoadedModel, Quantization, load_model
+from outrider.engine.models.base import UnsupportedModel
+from outrider.rpc.hub import locate
 from outrider.target_service.boot import load
 from outrider.target_service.settings import TargetSettings
 
@@ -23,3 +29,49 @@ def test_it_warns_once_of_what_a_generation_config_asks_for_in_vain(
     load(settings)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "suppress_tokens, min_new_tokens has no effect" in record.getMessage()
+
+
+ROUNDINGS: tuple[Quantization, ...] = ("int8", "int4")
+
+
+def load_rounded(folder: Path, quantization: str | None) -> LoadedModel:
+    return load(TargetSettings(model=folder, quantization=quantization))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_target_rounded_as_it_is_loaded_is_another_model(
+    kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It computes what a draft of that rounding does, and says so: its type, its digest, a line of the log."""
+    folder, ids = save_tiny(tmp_path / "model", hidden_size=64, intermediate_size=128), list(range(3, 40))
+    caplog.set_level("INFO")
+    with cpu_kernels(kernels):
+        found = {name: load_rounded(folder, name) for name in (None, *ROUNDINGS)}
+        assert "rounded to int8" in caplog.text and "rounded to int4" in caplog.text
+        assert len({loaded.digest for loaded in found.values()}) == 3
+        assert [loaded.dtype for loaded in found.values()] == ["float32", "int8", "int4"]
+        for name in ROUNDINGS:
+            logits = logits_of(found[name], ids)
+            assert torch.equal(logits, logits_of(load_model(folder, quantization=name), ids))
+            assert not torch.equal(logits, logits_of(found[None], ids))
+    assert load_rounded(folder, "int8").digest == found["int8"].digest
+
+
+def test_the_name_of_what_a_checkpoint_is_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    list(quantize(save_tiny(tmp_path / "plain"), tmp_path / "packed", "int8", None))
+    file, _ = as_gguf(tmp_path / "tiny.gguf", "llama", "Q8_0", hidden_size=64, intermediate_size=128)
+    for folder, name in ((tmp_path / "packed", "compressed-tensors"), (locate(file), "gguf")):
+        named, bare = load_rounded(folder, name), load_rounded(folder, None)
+        assert (named.digest, named.dtype) == (bare.digest, bare.dtype)
+        with pytest.raises(UnsupportedModel, match=rf"'int4', .* quantised already \({name}\); allowed: none, {name}$"):
+            load_rounded(folder, "int4")
+    halves, _ = as_gguf(tmp_path / "halves.gguf", "llama", "F16", hidden_size=64, intermediate_size=128)
+    assert load_rounded(locate(halves), "int8").dtype == "int8"
+
+
+@pytest.mark.parametrize("name", ["fp8", "awq", "gguf", "int3", ""])
+def test_names_of_what_a_checkpoint_is_not_are_refused(name: str, tmp_path: Path) -> None:
+    expected = rf"quantization: is '{name}', .*plain numbers; allowed: none, int8, int4$"
+    with pytest.raises(UnsupportedModel, match=expected):
+        load_rounded(save_tiny(tmp_path), name)
