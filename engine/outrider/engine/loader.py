@@ -18,7 +18,8 @@ from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedMode
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
-from outrider.engine.models.weights import meta_of, with_its_head
+from outrider.engine.models.state import meta_of
+from outrider.engine.models.weights import with_its_head
 from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
