@@ -101,8 +101,8 @@ def test_loading_needs_little_in_every_way(tmp_path: Path) -> None:
     registry = save(tmp_path / "registry", "gemma2", hidden_activation="gelu")
     cases = (("c", wide), ("c", half), ("registry", registry), ("expand", pair_path().target))
     *floats, transformers, expansion = measure(*cases)
-    for found in floats:
-        check(found, beside=4 * NUMBERS["tensor"], held=4 * NUMBERS["all"])
+    for found, num_bytes in zip(floats, (4, 2), strict=True):
+        check(found, beside=num_bytes * NUMBERS["tensor"], held=num_bytes * NUMBERS["all"])
     check(transformers, beside=4 * NUMBERS["tensor"])
     check(expansion, beside=2 * EXPANSION["layer"])
 
