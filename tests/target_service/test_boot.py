@@ -10,10 +10,12 @@ import torch
 from support.gguf_models import as_gguf
 from support.models import KERNELS, cpu_kernels, logits_of, save_tiny
 
+from outrider.cli.doctor import _model
 from outrider.cli.quantize import quantize
 from outrider.engine.loader import LoadedModel, Quantization, load_model
 from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.hub import locate
+from outrider.rpc.messages import ModelInfo
 from outrider.target_service.boot import load
 from outrider.target_service.settings import TargetSettings
 
@@ -63,11 +65,28 @@ def test_the_name_of_what_a_checkpoint_is_changes_nothing(tmp_path: Path, monkey
     file, _ = as_gguf(tmp_path / "tiny.gguf", "llama", "Q8_0", hidden_size=64, intermediate_size=128)
     for folder, name in ((tmp_path / "packed", "compressed-tensors"), (locate(file), "gguf")):
         named, bare = load_rounded(folder, name), load_rounded(folder, None)
-        assert (named.digest, named.dtype) == (bare.digest, bare.dtype)
+        assert (named.digest, named.dtype) == (bare.digest, bare.dtype) and named.dtype == f"{name} in float32"
         with pytest.raises(UnsupportedModel, match=rf"'int4', .* quantised already \({name}\); allowed: none, {name}$"):
             load_rounded(folder, "int4")
     halves, _ = as_gguf(tmp_path / "halves.gguf", "llama", "F16", hidden_size=64, intermediate_size=128)
     assert load_rounded(locate(halves), "int8").dtype == "int8"
+
+
+def test_it_says_that_activations_are_not_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, and wherever its weights' type is shown."""
+    folder = tmp_path / "packed"
+    list(quantize(save_tiny(tmp_path / "plain"), folder, "int8", None))
+    config = json.loads((folder / "config.json").read_text())
+    scheme = config["quantization_config"]["config_groups"]["group_0"]
+    scheme["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    before = load_rounded(folder, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load_rounded(folder, None)
+    assert "group_0: activations are not rounded" in caplog.text
+    assert before.dtype == "compressed-tensors in float32"
+    assert loaded.dtype == "compressed-tensors (activations not rounded) in float32"
+    assert f"{loaded.dtype} on cpu" in _model(ModelInfo("m", "d", 9, 9, dtype=loaded.dtype))
+    assert torch.equal(logits_of(loaded, [5, 6, 7]), logits_of(before, [5, 6, 7]))
 
 
 @pytest.mark.parametrize("name", ["fp8", "awq", "gguf", "int3", ""])

@@ -20,6 +20,7 @@ from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, De
 from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.models.state import meta_of
 from outrider.engine.models.weights import with_its_head
+from outrider.engine.quantized.choice import told_as
 from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,11 +41,13 @@ class LoadedModel:
     digest: str  # of its weights: see digest.py
     quantization: Quantization | None = None
     mask_token_id: int | None = None  # of a model that drafts in parallel
+    kept_as: str = ""  # how a quantised checkpoint keeps its weights
 
     @property
     def dtype(self) -> str:
-        """The type of its weights: "float32", "bfloat16", "int8", "int4"."""
-        return self.quantization or str(self.model.dtype).removeprefix("torch.")
+        """The type of its weights: "float32", "bfloat16", "int8", "int4"; of a quantised checkpoint "awq in float32"."""
+        computed = str(self.model.dtype).removeprefix("torch.")
+        return self.quantization or (f"{self.kept_as} in {computed}" if self.kept_as else computed)
 
     @property
     def vocab_size(self) -> int:
@@ -133,6 +136,7 @@ def load_model(
         digest=digest,
         quantization=quantization,
         mask_token_id=checkpoint.mask_token_id(config),
+        kept_as=told_as(folder, config),
     )
 
 

@@ -12,7 +12,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder_config import MODEL_TYPES
 from outrider.engine.quantized.choice import is_known, kept_as
 from outrider.engine.quantized.rounding import BITS_OF
-from outrider.engine.quantized.state import layout_of, said_of
+from outrider.engine.quantized.state import layout_of, rounds_activations, said_of
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported
@@ -56,10 +56,7 @@ def lacks(config: Mapping[str, Any]) -> str:
     if isinstance(config.get("vision_config"), Mapping):
         return "takes pictures"
     said = said_of(config)
-    groups = said.get("config_groups") if isinstance(said, Mapping) else None
-    schemes = groups.values() if isinstance(groups, Mapping) else ()
-    rounded = any(isinstance(scheme, Mapping) and scheme.get("input_activations") for scheme in schemes)
-    return "rounds activations, too" if rounded else ""
+    return "rounds activations, too" if isinstance(said, Mapping) and rounds_activations(said) else ""
 
 
 def has_vllm() -> bool:

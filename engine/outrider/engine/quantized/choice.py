@@ -10,7 +10,7 @@ from typing import Any
 from outrider.engine import checkpoint
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.quantized.rounding import BITS_OF, Rounding
-from outrider.engine.quantized.state import said_of
+from outrider.engine.quantized.state import rounds_activations, said_of
 from outrider.gguf.folder import gguf_name
 from outrider.gguf.header import read_gguf
 
@@ -26,6 +26,14 @@ def kept_as(folder: Path, config: Mapping[str, Any]) -> str:
         return GGUF if gguf_name(folder) is not None else ""
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     return method if isinstance(method, str) and method else NAMELESS
+
+
+def told_as(folder: Path, config: Mapping[str, Any]) -> str:
+    """What a service tells of a checkpoint whose weights are quantised: how, and what is left out of it; empty: it is
+    none."""
+    said, kept = said_of(config), kept_as(folder, config)
+    leaves_out = isinstance(said, Mapping) and rounds_activations(said)
+    return f"{kept} (activations not rounded)" if leaves_out else kept
 
 
 def is_known(quantization: str | None, kept: str) -> bool:
