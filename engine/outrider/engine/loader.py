@@ -45,7 +45,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """The type of its weights: "float32", "bfloat16", "int8", "int4"; of a quantised checkpoint "awq in float32"."""
+        """The type of its weights: "float32", "bfloat16", "int8", "int4"; of quantised ones "awq in float32"."""
         computed = str(self.model.dtype).removeprefix("torch.")
         return self.quantization or (f"{self.kept_as} in {computed}" if self.kept_as else computed)
 
