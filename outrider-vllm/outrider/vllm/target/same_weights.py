@@ -24,8 +24,8 @@ def require_same_weights(settings: TargetSettings) -> None:
     folder, load_format = Path(settings.model), settings.engine_args.get("load_format", "auto")
     if kept_as(folder, checkpoint.read_config(folder)) == GGUF:
         raise UnsupportedModel(
-            f"model: {model_name(folder)} is a GGUF file, which vLLM does not read since 0.32; allowed: engine outrider, "
-            "or with vLLM the checkpoint of which the file was made"
+            f"model: {model_name(folder)} is a GGUF file, which vLLM does not read since 0.32; allowed: engine "
+            "outrider, or with vLLM the checkpoint of which the file was made"
         )
     files = checkpoint.weight_files(folder)
     ours, theirs = {path.name for path in files}, _files_of_vllm(folder, load_format)
