@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
 from outrider.pairs.expansion import expand_llama, write_expanded
 
-SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4,
+}  # fmt: skip
 PROMPTS = ["def add(first, second):\n    return", "for index in range("]
 
 
