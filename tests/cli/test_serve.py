@@ -310,6 +310,8 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     ])  # fmt: skip
     rounded = settings("large", "--draft.model", "small", "--draft.quantization", "int8")
     assert "--quantization=int8" in rounded.draft_arguments() and len(rounded.target_arguments()) == 4
+    few = settings("large", "--draft.model", "small", "--target.quantization", "int4")
+    assert "--quantization=int4" in few.target_arguments() and len(few.draft_arguments()) == 4
     both = settings("large", "--draft.model", "small", "--device", "cuda")
     assert "--cache-mb=256" in both.draft_arguments()  # the rest of the device is the target's
     assert not any(flag.startswith("--cache-mb") for flag in both.target_arguments())

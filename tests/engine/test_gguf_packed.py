@@ -74,7 +74,8 @@ def stored(kind: BlockKind, shape: tuple[int, ...], seed: int) -> bytes:
         return random_blocks(kind.name, shape[0], shape[1], seed).numpy().tobytes()
     numbers = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(seed)) * 0.05
     numbers = numbers + 1 if len(shape) == 1 else numbers
-    return numbers.to(torch.float32 if kind.name == "F32" else torch.float16).numpy().tobytes()
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind.name]
+    return numbers.to(dtype).view(torch.uint8).numpy().tobytes()
 
 
 def logits_of(model: NativeDecoder, num_rows: int) -> Tensor:
@@ -92,7 +93,27 @@ def test_a_file_stays_packed(architecture: str, tmp_path: Path) -> None:
     for rows in (1, 20, 60):
         torch.testing.assert_close(logits_of(packed, rows), logits_of(decoded, rows), atol=1e-4, rtol=1e-4)
     kinds = {packed.kernel._layers[0].down.kind, packed.kernel._layers[1].qkv.kind, packed.kernel._decoder.head.kind}
-    assert Layout.PACKED in kinds and decoded.kernel.kind is Layout.FLOATS
+    assert Layout.PACKED in kinds
+    assert {decoded.kernel._layers[layer].down.kind for layer in range(LAYERS)} <= {Layout.FLOATS, Layout.FLOAT16}
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_numbers_of_16_bits_stay_so(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings, products and head, to the bits of the same numbers as float32."""
+    monkeypatch.setattr(f"{__name__}.MIX", (kind,))
+    header = header_of(tmp_path, "llama")
+    state, config = GgufState(header), parse_config(config_of(header))
+    kept, wide = NativeDecoder(config, state), NativeDecoder(config, {name: state[name].float() for name in state})
+    layout = Layout.FLOAT16 if kind == "F16" else Layout.HALVES
+    matrices = [
+        getattr(layer, name) for layer in kept.kernel._layers for name in ("qkv", "output", "gate", "up", "down")
+    ]
+    assert {matrix.kind for matrix in matrices} == {layout} == {kept.kernel._decoder.head.kind}
+    assert kept.kernel._decoder.embeddings_kind == layout
+    if kind == "F16":  # others may be multiplied by the matrix unit there
+        assert wide.kernel._decoder.head.kind == Layout.FLOATS
+        for rows in (1, 3, 20, 60):
+            assert torch.equal(logits_of(kept, rows), logits_of(wide, rows))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])

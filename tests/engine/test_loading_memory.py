@@ -1,7 +1,7 @@
 """What loading needs beside the weights that are kept: no more than a layer, or the largest tensor.
 
 Loads checkpoints one after another, and prints what anonymous memory each needed: a line of JSON each, in bytes.
-python test_loading_memory.py WAY FOLDER [WAY FOLDER ...]; a way is c, pytorch, expand or registry."""
+python test_loading_memory.py WAY FOLDER [WAY FOLDER ...]; a way is c, pytorch, int8, int4, expand or registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from support.models import cpu_kernels, tiny_config
 
-from outrider.engine.loader import load_model
+from outrider.engine.loader import Quantization, load_model
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
 from outrider.kernels.cpu.library import cpu_library
@@ -33,6 +33,7 @@ SHAPE = {
 }  # fmt: skip
 SLACK = 8 << 20  # of the interpreter
 NUMBERS = {"layer": 3_934_208, "tensor": 12_000 * 512, "all": 35_900_000}  # of that shape, rounded up
+ROUNDINGS: tuple[Quantization, ...] = ("int8", "int4")
 EXPANSION = {"layer": 15_740_000, "tensor": 8_400_000}
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells anonymous memory")
@@ -79,6 +80,18 @@ def test_loading_needs_little_beside_the_packed_weights(tmp_path: Path) -> None:
     check(pytorch, beside=4 * NUMBERS["tensor"])
 
 
+def test_rounding_needs_little_beside_the_packed_weights(tmp_path: Path) -> None:
+    """No second copy of a layer: 8 bits a number with a scale an output, beside embeddings of 16; 4 bits with one for
+    32 inputs, of embeddings and head 8."""
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    folder = save(tmp_path / "halves")
+    int8, int4 = measure(("int8", folder), ("int4", folder))
+    products, tensor = NUMBERS["all"] - 2 * NUMBERS["tensor"], NUMBERS["tensor"]
+    check(int8, beside=tensor, held=products + 3 * tensor)
+    check(int4, beside=tensor, held=int(0.5625 * products) + int(1.0625 * 2 * tensor))
+
+
 @pytest.mark.slow
 def test_loading_needs_little_in_every_way(tmp_path: Path) -> None:
     """Numbers that 16 bits do not hold, transformers' models, and the embedded pair's expansion."""
@@ -88,8 +101,8 @@ def test_loading_needs_little_in_every_way(tmp_path: Path) -> None:
     registry = save(tmp_path / "registry", "gemma2", hidden_activation="gelu")
     cases = (("c", wide), ("c", half), ("registry", registry), ("expand", pair_path().target))
     *floats, transformers, expansion = measure(*cases)
-    for found in floats:
-        check(found, beside=4 * NUMBERS["tensor"], held=4 * NUMBERS["all"])
+    for found, num_bytes in zip(floats, (4, 2), strict=True):
+        check(found, beside=num_bytes * NUMBERS["tensor"], held=num_bytes * NUMBERS["all"])
     check(transformers, beside=4 * NUMBERS["tensor"])
     check(expansion, beside=2 * EXPANSION["layer"])
 
@@ -126,7 +139,9 @@ def main() -> None:
         watch = Watch()
         watch.start()
         with cpu_kernels("pytorch") if way == "pytorch" else nullcontext():
-            kept.append(load_model(folder, expand=expand_llama) if way == "expand" else load_model(folder))
+            quantization = next((name for name in ROUNDINGS if name == way), None)
+            expand = expand_llama if way == "expand" else None
+            kept.append(load_model(folder, quantization=quantization, expand=expand))
         watch.over.set()
         watch.join()
         print(json.dumps({"way": way, "held": anonymous_bytes() - before, "peak": watch.most - before}), flush=True)

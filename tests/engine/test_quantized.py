@@ -20,9 +20,12 @@ from torch import Tensor
 from outrider.engine import checkpoint
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.quantized.numbers import unpack
 from outrider.engine.quantized.rounding import Rounding
 from outrider.engine.quantized.state import QuantizedTensors, layout_of
+from outrider.kernels.cpu.decoder import Kind
+from outrider.kernels.cpu.library import cpu_library
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the format, and what config_groups says of weights
@@ -197,9 +200,11 @@ def test_awq_is_what_the_converter_makes_of_it(group: int) -> None:
     assert torch.equal(read(stored, said), their_numbers(local, "pack-quantized", weights))
 
 
-def quantised_folder(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], said: dict[str, Any]) -> Path:
+def quantised_folder(
+    folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], said: dict[str, Any], **options: Any
+) -> Path:
     """A tiny checkpoint whose products are stored otherwise."""
-    save_tiny(folder)
+    save_tiny(folder, **options)
     state = load_file(folder / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -230,6 +235,26 @@ def test_a_model_computes_what_its_numbers_say(kind: str, tmp_path: Path) -> Non
     ids = list(range(3, 40))
     torch.testing.assert_close(logits_of(loaded, ids), logits_of(expected, ids), atol=1e-4, rtol=1e-4)
     assert loaded.digest and loaded.digest != load_model(save_tiny(tmp_path / "plain")).digest
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_text_model_beside_a_vision_tower_stays_packed(prefix: str, tied: bool, tmp_path: Path) -> None:
+    """Under either layout's names, and where a tied head is stored, too."""
+    said, options = said_of("pack-quantized", INT4), {"tie_word_embeddings": tied, "intermediate_size": 128}
+    folder = quantised_folder(
+        tmp_path / "model", lambda _, weight: compressed(weight, "pack-quantized", INT4), said, **options
+    )
+    plain, file = load_model(folder), folder / "model.safetensors"
+    state = load_file(file)
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    kept = {name.replace("model.", prefix, 1): tensor for name, tensor in state.items()}
+    save_file({**kept, "model.vision_tower.x": torch.ones(1)}, file, {"format": "pt"})
+    found = load_model(folder)
+    assert torch.equal(logits_of(found, list(range(3, 40))), logits_of(plain, list(range(3, 40))))
+    if cpu_library() is not None:
+        assert isinstance(found.model, NativeDecoder) and found.model.kernel._layers[0].down.kind == Kind.PACKED
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

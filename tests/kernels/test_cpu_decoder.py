@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from outrider.kernels.cpu.decoder import (
     can_run,
     is_bfloat16,
     kind_for,
+    narrowest,
     pack,
     row_scales,
 )
@@ -264,6 +266,18 @@ def test_pack() -> None:
     assert tiles.dtype == torch.int16 and tiles.shape == (3, 1, 2, 16, 16, 2)
     ordered = (tiles.int() << 16).view(torch.float32).permute(0, 2, 4, 1, 3, 5).reshape(96, 32)
     assert torch.equal(ordered[:70, :5], grid) and not ordered[70:].any() and not ordered[:, 5:].any()
+
+
+def test_float16_numbers_are_packed_as_they_are() -> None:
+    """But for infinities, which not every processor's float16 has; what bfloat16 holds, too, is that."""
+    numbers = torch.randn(70, 5, generator=torch.Generator().manual_seed(1)).half()
+    packed = pack(numbers, Kind.FLOAT16)
+    assert packed.shape == (3, 5, 32) and torch.equal(
+        packed.view(torch.float16).transpose(1, 2).reshape(96, 5)[:70], numbers
+    )
+    assert narrowest(numbers) is Kind.FLOAT16 and narrowest(numbers.float()) is Kind.FLOATS
+    numbers[3, 2] = math.inf
+    assert narrowest(numbers) is Kind.FLOATS and narrowest(torch.ones(2, 2).half()) is Kind.HALVES
 
 
 def test_pack_to_8_bits() -> None:

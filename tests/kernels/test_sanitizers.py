@@ -205,7 +205,9 @@ def decode(rng: random.Random, torch: Any) -> None:
         return drawn.bfloat16().float() if half else drawn
 
     def matrix(*shape: int) -> Any:
-        kept = maybe_quantized(rng, *shape) if packs and rng.random() < 0.8 else None
+        kept = maybe_quantized(rng, *shape) if packs and rng.random() < 0.6 else None
+        if kept is None and packs and rng.random() < 0.5:
+            return numbers(*shape).half()
         return numbers(*shape) if kept is None else kept
 
     def qkv() -> Any:

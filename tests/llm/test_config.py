@@ -353,7 +353,7 @@ def test_fields_that_do_not_act_are_refused(name: str) -> None:
 
 
 def test_a_drafts_weights_may_have_8_bits(tiny_pair: TinyPair) -> None:
-    """... and the output stays the target's; of the target no such thing is taken."""
+    """... and the output stays the target's."""
     drafts: dict[str, Any] = {"model": tiny_pair.draft, "num_speculative_tokens": 3}
     found = []
     for quantization in (None, "int8"):
@@ -361,8 +361,18 @@ def test_a_drafts_weights_may_have_8_bits(tiny_pair: TinyPair) -> None:
             (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12), **QUIET)
             found.append(output.outputs[0].token_ids)
     assert found[0] == found[1]
-    with pytest.raises(Unsupported, match=r"quantization='int8': .*speculative_config\['quantization'\]"):
-        LLM(tiny_pair.target, quantization="int8")
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_a_targets_weights_may_have_few_bits(rounding: str, tiny_pair: TinyPair) -> None:
+    """With a draft of its own checkpoint rounded in the same way nearly all is accepted, and nothing changes."""
+    drafts = {"model": f"self:{rounding}", "num_speculative_tokens": 3}
+    found = []
+    for speculation in (None, drafts):
+        with LLM(tiny_pair.target, quantization=rounding, speculative_config=speculation) as llm:
+            outputs = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12), **QUIET)
+            found.append(outputs[0].outputs[0].token_ids)
+    assert found[0] == found[1] and len(found[0]) > 3
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))

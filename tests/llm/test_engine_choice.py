@@ -16,6 +16,7 @@ from outrider.llm import local as local_module
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.engine_choice import OURS, VLLM, beyond_ours, choose_engine, require_vllm_can, vllms_own
 
+AWQ = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
 QUANTISED = {"quantization_config": {"quant_method": "compressed-tensors"}}
 
 
@@ -29,7 +30,12 @@ def arguments_of(folder: Path, **given: Any) -> EngineArguments:
         ({}, {}, ""),
         ({"tensor_parallel_size": 1, "quantization": None}, {"quantization_config": None}, ""),
         ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size=2"),
-        ({"quantization": "awq"}, {}, "quantization='awq'"),
+        ({"quantization": "awq"}, {}, "quantization='awq': .*; allowed: none, int8, int4"),
+        ({"quantization": "fp8"}, AWQ, "quantization='fp8': .*; allowed: none, int8, int4, awq"),
+        ({"quantization": "gguf"}, {}, "quantization='gguf'"),
+        ({"quantization": "int8"}, {}, ""),
+        ({"quantization": "awq"}, AWQ, ""),
+        ({"quantization": "awq_marlin"}, AWQ, ""),
         ({"enable_lora": True, "max_lora_rank": 64}, {}, ""),
         ({"enable_lora": True, "max_lora_rank": 128}, {}, "max_lora_rank=128: our engine takes ranks to 64"),
         ({}, QUANTISED, r"quantised \(compressed-tensors\)"),
@@ -109,6 +115,16 @@ def test_what_ours_refuses_goes_to_vllm(
     with pytest.raises(ValueError, match="made_up") as raised:
         LLM(folder, engine="outrider")
     assert "as far as" not in str(raised.value)
+
+
+def test_a_second_rounding_is_refused_on_either_engine(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM knows no int4: it is not asked."""
+    monkeypatch.setattr(local_module, "has_vllm", lambda: True)
+    folder = changed(tiny_pair.target, tmp_path / "awq", **AWQ)
+    with pytest.raises(ValueError, match=r"quantization: is 'int4', .* quantised already \(awq\)"):
+        LLM(folder, quantization="int4")
 
 
 def head_config(method: str, **given: Any) -> SpeculativeConfig:

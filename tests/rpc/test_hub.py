@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+from support.gguf_models import as_gguf
 from support.hub import CACHED_COMMIT, COMMIT, GATED, MODEL, cached, hub_endpoint
 
 from outrider.engine import checkpoint
 from outrider.pairs import pair_path
-from outrider.rpc.hub import ModelNotFound, is_hub_id, locate, model_name
+from outrider.rpc.hub import ModelNotFound, WrongKind, is_hub_id, locate, model_name, parts_of_kind
 
 FILES = {
     "config.json": b"{}",
@@ -44,7 +45,12 @@ print("torch" in sys.modules)
 def ask(home: Path, url: str, *asked: dict[str, object], offline: bool = False) -> list[str]:
     """What `locate` gives or says in a process that has only the variables, a line each."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {
+        "XDG_CACHE_HOME": str(home / "caches"),
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": str(int(offline))}
     command = [sys.executable, "-c", CHILD, json.dumps(asked)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -159,3 +165,35 @@ def test_the_embedded_pair_has_a_name_unless_a_folder_has_it(monkeypatch: pytest
     (tmp_path / "python/eagle3").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert locate("python") == Path("python") and locate("python/eagle3") == Path("python/eagle3")
+
+
+GGUFS = {"Tiny-Q8_0.gguf": "Q8_0", "Tiny-F16.gguf": "F16", "mmproj-F16.gguf": "F16", "b/Tiny-BF16.gguf": "BF16"}
+
+
+def test_a_gguf_file_of_a_repository_is_chosen_by_its_kind(tmp_path: Path) -> None:
+    """It alone is downloaded, and found again without the network."""
+    files = {name: as_gguf(tmp_path / "one.gguf", "llama", kind)[0].read_bytes() for name, kind in GGUFS.items()}
+    asked: list[dict[str, object]] = [{"model": f"{MODEL}:{kind}"} for kind in ("Q8_0", "f16@main", "BF16", "Q4_K_M")]
+    with hub_endpoint({**files, "config.json": b"{}"}) as hub:
+        *found, refused = ask(tmp_path, hub.url, *asked)
+    kept = {path.name for path in (tmp_path / "hub").rglob("*.gguf")}
+    assert kept == {"Tiny-Q8_0.gguf", "Tiny-F16.gguf", "Tiny-BF16.gguf"}
+    assert [model_name(Path(folder)) for folder in found] == ["Tiny-Q8_0", "Tiny-F16", "Tiny-BF16"]
+    there = "Tiny-F16, Tiny-Q8_0, b/Tiny-BF16"
+    assert refused == f"{MODEL}:Q4_K_M: {MODEL} has no GGUF model of the kind Q4_K_M; it has {there}"
+    assert ask(tmp_path, hub.url, *asked, offline=True) == [*found, refused]
+    (other,) = ask(tmp_path, hub.url, {"model": "tests/other:Q8_0"}, offline=True)
+    assert other.endswith("HF_HUB_OFFLINE allows no download")
+
+
+def test_kinds_are_told_by_the_ends_of_names() -> None:
+    parts = [f"big/Model-Q4_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]
+    names = [*parts, "Model-Q4_K_S.gguf", "Model-UD-Q4_K_M.gguf", "model.q8_0.gguf", "mmproj-Q8_0.gguf", "F16.gguf"]
+    assert parts_of_kind(names, "q8_0") == ["model.q8_0.gguf"] and parts_of_kind(names, "F16") == ["F16.gguf"]
+    assert parts_of_kind(parts, "Q4_K_M") == parts and parts_of_kind(names, "UD-Q4_K_M") == ["Model-UD-Q4_K_M.gguf"]
+    with pytest.raises(WrongKind, match=r"has 2 GGUF models of the kind Q4_K_M: Model-UD-Q4_K_M, big/Model-Q4_K_M$"):
+        parts_of_kind(names, "Q4_K_M")
+    with pytest.raises(WrongKind, match=r"no GGUF model of the kind 4_K_S; it has F16, Model-Q4_K_S, .*, model.q8_0$"):
+        parts_of_kind(names, "4_K_S")
+    with pytest.raises(WrongKind, match="it has none of any kind"):
+        parts_of_kind([], "Q8_0")

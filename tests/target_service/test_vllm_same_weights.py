@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.gguf_models import as_gguf
 from support.models import save_tiny
 
 from outrider.engine.models.base import UnsupportedModel
+from outrider.rpc.hub import locate
 from outrider.target_service.settings import TargetSettings
 from outrider.vllm.target import assembly, node
+from outrider.vllm.target.adapters import digest_of
 from outrider.vllm.target.same_weights import require_same_weights
 
 
@@ -45,6 +48,27 @@ def test_older_shards_that_vllm_would_read_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, folder / "model-1.safetensors")
     with pytest.raises(UnsupportedModel, match=r"would read model-1.safetensors, "):
         require_same_weights(settings_of(folder))
+
+
+def test_gguf_files_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would find no weights in the folder that stands for one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, _ = as_gguf(tmp_path / "tiny-Q8_0.gguf", "llama", "Q8_0")
+    expected = "model: tiny-Q8_0 is a GGUF file, which vLLM does not read since 0.32; allowed: engine outrider, or"
+    with pytest.raises(UnsupportedModel, match=expected):
+        require_same_weights(settings_of(locate(file)))
+
+
+def test_vllm_is_told_how_weights_are_kept_and_the_digest_of_what_it_rounds(tmp_path: Path) -> None:
+    """The name of what a checkpoint is makes no other model of it; a rounding does, whoever asks for it."""
+    folder = save_tiny(tmp_path)
+    plain, rounded = settings_of(folder), TargetSettings(model=folder, engine="vllm", quantization="fp8")
+    assert "quantization" not in assembly.engine_args(plain) and assembly.engine_args(rounded)["quantization"] == "fp8"
+    asked_of_vllm = settings_of(folder, quantization="fp8")
+    assert digest_of(rounded) == digest_of(asked_of_vllm) != digest_of(plain)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert digest_of(rounded) == digest_of(plain)
 
 
 def test_mistrals_own_layout_is_refused_where_vllm_prefers_it(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def weight_files(folder: Path, lone: bool = False) -> tuple[Path, ...]:
     one that is absent."""
     entry = weights_entry(folder, lone)
     if _is_gguf(folder / entry):
-        with _told():
+        with told():
             return read_gguf(folder / entry).files
     if not entry.endswith(INDEX_SUFFIX):
         return (folder / entry,)
@@ -169,7 +169,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """What is wrong with a GGUF file is a WrongCheckpoint."""
     try:
         yield
@@ -181,7 +181,7 @@ def read_tensors(files: tuple[Path, ...], ending: str | tuple[str, ...] = "") ->
     """All tensors, or those whose names end so, mapped from the files, or decoded when they are asked for. Raises
     WrongCheckpoint."""
     if _is_gguf(files[0]):
-        with _told():
+        with told():
             lazy = GgufState(read_gguf(files[0]))
         return {name: lazy[name] for name in lazy if name.endswith(ending)} if ending else lazy
     state: dict[str, Tensor] = {}
@@ -253,10 +253,11 @@ _FileKey = list[str | int]  # path, size, mtime_ns, ctime_ns, inode
 _Pending = tuple[list[Any], "Future[str]"]  # name, type in safetensors' words and shape of a tensor; its digest
 
 
-def model_digest(config: Mapping[str, Any], weights: str) -> str:
+def model_digest(config: Mapping[str, Any], weights: str, rounding: str | None = None) -> str:
     """SHA-256, in hex, of the configuration that is computed and of the digest of the weights that it is computed from:
-    of an expansion, which is made from small ones by a fixed rule, these are the small ones."""
-    return _sha256_of([config, weights])
+    of an expansion, which is made from small ones by a fixed rule, these are the small ones. `rounding` is what is done
+    to them as they are loaded: what is computed then is another model."""
+    return _sha256_of([config, weights] if rounding is None else [config, weights, rounding])
 
 
 @contextmanager
@@ -286,7 +287,7 @@ def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
     """Reads a file by the header of its kind. Safetensors': its length, JSON, then the contents at offsets from its
     end."""
     if _is_gguf(path):
-        with _told():
+        with told():
             _, places = read_part(path)
         for place in places:
             facts = [place.name, place.kind.name, list(place.shape)]

@@ -18,7 +18,9 @@ from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedMode
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
-from outrider.engine.models.weights import meta_of, with_its_head
+from outrider.engine.models.state import meta_of
+from outrider.engine.models.weights import with_its_head
+from outrider.engine.quantized.choice import told_as
 from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,11 +41,13 @@ class LoadedModel:
     digest: str  # of its weights: see digest.py
     quantization: Quantization | None = None
     mask_token_id: int | None = None  # of a model that drafts in parallel
+    kept_as: str = ""  # how a quantised checkpoint keeps its weights
 
     @property
     def dtype(self) -> str:
-        """The type of its weights: "float32", "bfloat16", "int8", "int4"."""
-        return self.quantization or str(self.model.dtype).removeprefix("torch.")
+        """The type of its weights: "float32", "bfloat16", "int8", "int4"; of quantised ones "awq in float32"."""
+        computed = str(self.model.dtype).removeprefix("torch.")
+        return self.quantization or (f"{self.kept_as} in {computed}" if self.kept_as else computed)
 
     @property
     def vocab_size(self) -> int:
@@ -87,8 +91,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
-    Weights are rounded to few bits for our own decoder in float32 on a CPU, by nearly the same function: for a draft,
-    whose folder may also hold its weights as one file of any name (`lone_file`).
+    Weights are rounded to few bits for our own decoder in float32 on a CPU, by nearly the same function, which is told
+    as another model. A draft's folder may also hold its weights as one file of any name (`lone_file`).
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
@@ -123,7 +127,7 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 weights=checkpoint.weights_entry(folder, lone_file),
             )
-        digest = model_digest(config, weights_digest())
+        digest = model_digest(config, weights_digest(), quantization)
     return LoadedModel(
         model=model,
         model_type=model_type,
@@ -132,6 +136,7 @@ def load_model(
         digest=digest,
         quantization=quantization,
         mask_token_id=checkpoint.mask_token_id(config),
+        kept_as=told_as(folder, config),
     )
 
 

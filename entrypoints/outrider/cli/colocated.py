@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # What one process takes of the settings of a service.
-OF_TARGET = ("model", "expand", "trust_remote_code", "batch_invariant", *ModelSettings.model_fields)
+OF_TARGET = ("model", "quantization", "expand", "trust_remote_code", "batch_invariant", *ModelSettings.model_fields)
 OF_DRAFT = ("model", "quantization", *ModelSettings.model_fields)
 DESCRIPTION = "Serve clients from one process that holds both models: draft and verification take turns."
 NO_DRAFT = "give --draft.model DIR, the folder of the draft's checkpoint"

@@ -154,8 +154,9 @@ def welcome(settings: ServeSettings, running: Running) -> list[str]:
     scheme, access = ("http", "") if settings.gateway.tls_cert is None else ("https", " --peer-ca CA")
     access += " --peer-cert CERT --peer-key KEY" if settings.gateway.tls_client_ca is not None else ""
     access += " --token-file FILE" if settings.gateway.tokens is not None else ""
+    rounded = f" ({settings.target.quantization})" if settings.target.quantization else ""
     lines = [
-        f"serving {settings.target.model}, {'; '.join(_drafts(settings))}",
+        f"serving {settings.target.model}{rounded}, {'; '.join(_drafts(settings))}",
         f"  chat      outrider chat --gateway {address}{access}",
         f'  complete  outrider generate --gateway {address}{access} "Once upon a time" --max-tokens 64',
     ]

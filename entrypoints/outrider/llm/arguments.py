@@ -200,7 +200,7 @@ class EngineArguments:
     engine: Annotated[str, one_of(("auto", "outrider", "vllm")), OrDefault] = "auto"  # whose runs the target; auto:
     # vLLM's where ours cannot
     tensor_parallel_size: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # devices; more than 1 in vLLM
-    quantization: str | None = None  # of the target's weights, in vLLM
+    quantization: str | None = None  # of the target's weights: int8 or int4, or how they are kept
     limit_mm_per_prompt: Annotated[dict[str, Any] | None, Field(description="a dict such as {'image': 2}")] = None
     allowed_local_media_path: Annotated[str, BeforeValidator(_media_folder)] = ""  # file: URLs name files below it
     device: str = "auto"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder_config import MODEL_TYPES
-from outrider.engine.quantized.state import layout_of, said_of
+from outrider.engine.quantized.choice import is_known, kept_as
+from outrider.engine.quantized.rounding import BITS_OF
+from outrider.engine.quantized.state import layout_of, rounds_activations, said_of
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported
@@ -25,22 +28,22 @@ def beyond_ours(arguments: EngineArguments, config: Mapping[str, Any]) -> str:
         return f"tensor_parallel_size={arguments.tensor_parallel_size}: our engine runs a target on one device"
     if arguments.enable_lora and arguments.max_lora_rank > MOST_RANK:
         return f"max_lora_rank={arguments.max_lora_rank}: our engine takes ranks to {MOST_RANK}"
-    return _unread(arguments.quantization, config)
+    return _unread(arguments.quantization, config, Path(arguments.model or ""))
 
 
-def _unread(quantization: str | None, config: Mapping[str, Any]) -> str:
+def _unread(quantization: str | None, config: Mapping[str, Any], folder: Path) -> str:
     """Why our engine does not read how the weights are kept; `quantization` is what the caller says of it."""
-    said = said_of(config)
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if quantization is not None and quantization != method:
+    said, kept = said_of(config), kept_as(folder, config)
+    if not is_known(quantization, kept):
+        allowed = ", ".join([*BITS_OF, *([kept] if kept else [])])
         return (
-            f"quantization={quantization!r}: our engine takes a target's weights as its config.json says that they are "
-            "(a draft's: speculative_config['quantization'])"
+            f"quantization={quantization!r}: our engine rounds a target's weights, or takes them as its checkpoint "
+            f"keeps them; allowed: none, {allowed}"
         )
     if said is None:
         return ""
     if config.get("model_type") not in MODEL_TYPES:
-        return f"the checkpoint is quantised ({method or 'its method has no name'}), and no model of our own decoder's"
+        return f"the checkpoint is quantised ({kept}), and no model of our own decoder's"
     try:
         layout_of(said)
     except UnsupportedModel as error:
@@ -53,10 +56,7 @@ def lacks(config: Mapping[str, Any]) -> str:
     if isinstance(config.get("vision_config"), Mapping):
         return "takes pictures"
     said = said_of(config)
-    groups = said.get("config_groups") if isinstance(said, Mapping) else None
-    schemes = groups.values() if isinstance(groups, Mapping) else ()
-    rounded = any(isinstance(scheme, Mapping) and scheme.get("input_activations") for scheme in schemes)
-    return "rounds activations, too" if rounded else ""
+    return "rounds activations, too" if isinstance(said, Mapping) and rounds_activations(said) else ""
 
 
 def has_vllm() -> bool:

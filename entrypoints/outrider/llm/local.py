@@ -14,6 +14,7 @@ import torch
 from outrider.engine.checkpoint import read_config
 from outrider.engine.loader import LoadedModel
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.quantized.rounding import BITS_OF
 from outrider.engine.worker import set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
@@ -179,7 +180,8 @@ class _Start:
             try:
                 loaded = load_target(settings)
             except UnsupportedModel as error:
-                is_settings_fault = arguments.batch_invariant or arguments.dtype != "auto"
+                is_rounded = arguments.quantization in BITS_OF
+                is_settings_fault = arguments.batch_invariant or arguments.dtype != "auto" or is_rounded
                 if isinstance(error, WrongCheckpoint) or is_settings_fault or arguments.engine == OURS:
                     raise
                 reason = str(error)

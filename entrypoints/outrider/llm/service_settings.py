@@ -20,6 +20,7 @@ LEAST_WINDOW = 32  # drafted tokens that our own engine verifies at once, whatev
 OF_BOTH = {"dtype": "dtype", "threads": "threads", "max_rows": "max_num_batched_tokens"}
 OF_TARGET = {
     "model": "model",
+    "quantization": "quantization",
     "name": "served_model_name",
     "max_model_len": "max_model_len",
     "num_blocks": "num_gpu_blocks_override",
@@ -32,7 +33,7 @@ OF_ADAPTERS = {
 }  # fmt: skip
 OF_OURS = {"batch_invariant": "batch_invariant"}
 OF_VLLM = {"tensor_parallel_size": "tensor_parallel_size", "gpu_memory_utilization": "gpu_memory_utilization"}
-VLLMS_OWN = ("max_num_seqs", "quantization", "kv_cache_memory_bytes", "limit_mm_per_prompt")  # by vLLM's names
+VLLMS_OWN = ("max_num_seqs", "kv_cache_memory_bytes", "limit_mm_per_prompt")  # by vLLM's names
 
 
 def our_target(arguments: EngineArguments, device: str, k: int, drafting: dict[str, Any]) -> TargetSettings:

@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class ExpandedState(Mapping[str, Tensor]):
         self, small: Mapping[str, Tensor], sizes: _Sizes, num_layers: int, seed: int, noise_device: str
     ) -> None:
         self._small, self._sizes, self._seed, self._noise_device = small, sizes, seed, noise_device
-        self._dtype = small[EMBEDDING].dtype
+        self._dtype = _common_type(small)
         self._layer: tuple[int, dict[str, Tensor]] = (-1, {})
         vocabulary = len(small[EMBEDDING])
         shapes: dict[str, tuple[int, ...]] = {
@@ -131,8 +132,8 @@ def expand_llama(
     ValueError for sizes that cannot hold it. What is random is drawn on `noise_device`, other numbers on each: a GPU
     draws billions in seconds.
 
-    Both sides have Hugging Face's names (LlamaForCausalLM). Matrices keep their type; norms are float32. The output
-    matrix is no longer tied to the embedding.
+    Both sides have Hugging Face's names (LlamaForCausalLM). Matrices have the widest type of the small
+    one's, norms are float32. The output matrix is no longer tied to the embedding.
     """
     sizes = _plan(config, hidden_size, intermediate_size, num_heads, num_kv_heads)
     if num_layers < config["num_hidden_layers"]:
@@ -150,6 +151,13 @@ def write_expanded(source: Path, destination: Path, *, noise_device: str = "cpu"
             shutil.copyfile(path, destination / path.name)
     (destination / CONFIG_FILE).write_text(json.dumps(new_config, indent=2) + "\n")
     save_file(dict(new_state), destination / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _common_type(small: Mapping[str, Tensor]) -> torch.dtype:
+    """One that holds the numbers of all matrices: those that a quantised checkpoint decodes have more bits than its
+    embeddings, and `meta` says so without them."""
+    tensors: Mapping[str, Tensor] = getattr(small, "meta", small)
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values() if tensor.dim() == 2))
 
 
 def _plan(config: dict[str, Any], hidden: int, intermediate: int, heads: int, kv_heads: int) -> _Sizes:

@@ -1,5 +1,5 @@
 """What stands where a checkpoint's folder may: the embedded pair's name, `python` (or `python/PART`), a GGUF file, and
-an id of the Hugging Face hub, `org/name` or `org/name@revision`.
+an id of the Hugging Face hub, `org/name` or `org/name@revision`; of GGUF files there `org/name:Q4_K_M`.
 
 huggingface_hub keeps them in its cache and downloads what is not there, with a progress bar. Its variables hold:
 HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS."""
@@ -12,14 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.gguf.folder import folder_of, gguf_name, gguf_of
+from outrider.gguf.folder import SUFFIX, folder_of, gguf_name, gguf_of
+from outrider.gguf.header import SPLIT_NAME
 from outrider.pairs import name_of, part_path
 
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\S+))?")
+HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<kind>[A-Za-z0-9][\w.-]*))?(@(?P<revision>\S+))?"
+)
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
 WEIGHTS, INDEX, ANY = "model.safetensors", "model.safetensors.index.json", "*.safetensors"
 OWN: Mapping[str, Literal["int8", "int4"]] = {"self:int8": "int8", "self:int4": "int4"}
 CODE = ("*.py",)  # only where it may run
+PROJECTOR = "mmproj"  # of pictures, beside a model
+MOST_NAMED = 12  # files in an error
 ELSEWHERE = ("*/*", "consolidated*")  # other formats' folders, and Mistral's second copy of the weights
 
 
@@ -61,6 +66,8 @@ def locate(model: str | Path, *, weights: bool = True, trust_remote_code: bool =
     found = HUB_ID.fullmatch(str(model))
     if found is None or not is_hub_id(model):
         return Path(model)
+    if found["kind"]:
+        return _locate_gguf(str(model), found["repo"], found["revision"], found["kind"])
     # Only here, because it takes a third of a second.
     from huggingface_hub import snapshot_download
 
@@ -78,6 +85,51 @@ def locate(model: str | Path, *, weights: bool = True, trust_remote_code: bool =
         reason = _reason(error, found["repo"])
         raise ModelNotFound(f"{model}: there is no such folder, and {reason}") from None  # which says what theirs do
     return folder
+
+
+def _locate_gguf(model: str, repo: str, revision: str | None, kind: str) -> Path:
+    """The folder that stands for a repository's only GGUF model of a kind, all parts of which are downloaded."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        try:
+            there = snapshot_download(repo, revision=revision, allow_patterns=[f"*{SUFFIX}"], dry_run=True)
+            names = [one.filename for one in there]
+        except errors.DryRunError:  # no hub is reached
+            cached = Path(snapshot_download(repo, revision=revision, allow_patterns=[]))
+            names = [str(file.relative_to(cached)) for file in cached.rglob(f"*{SUFFIX}")]
+        parts = parts_of_kind(names, kind)
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=parts))
+    except WrongKind as error:
+        raise ModelNotFound(f"{model}: {repo} {error}") from None
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{model}: there is no such folder, and {_reason(error, repo)}") from None
+    return locate(folder / parts[0])
+
+
+class WrongKind(Exception):
+    """No GGUF file is of a kind, or several are."""
+
+
+def parts_of_kind(names: Sequence[str], kind: str) -> list[str]:
+    """Of the names of GGUF files those of the only model whose name ends in the kind, as in llama.cpp in either case.
+    Raises WrongKind, which says which there are."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        split = SPLIT_NAME.fullmatch(Path(name).name)
+        stem = split[1] if split else Path(name).name.removesuffix(SUFFIX)
+        if not stem.startswith(PROJECTOR):
+            models.setdefault(str(Path(name).with_name(stem)), []).append(name)
+    ending = re.compile(rf"(.*[-._/])?{re.escape(kind)}", re.IGNORECASE)
+    found = [stem for stem in models if ending.fullmatch(stem)]
+    if len(found) == 1:
+        return models[found[0]]
+    shown = sorted(found or models)
+    more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
+    there = ", ".join(shown[:MOST_NAMED]) + more
+    if found:
+        raise WrongKind(f"has {len(found)} GGUF models of the kind {kind}: {there}")
+    raise WrongKind(f"has no GGUF model of the kind {kind}; it has {there or 'none of any kind'}")
 
 
 def _download_weights(folder: Path, download: Callable[[Sequence[str]], object]) -> None:

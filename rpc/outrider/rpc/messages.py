@@ -267,8 +267,8 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model, so that a pair can be checked before it is used. The digest is of its weights alone; how they
-    are computed is compared apart, by `arithmetic`."""
+    """A served model, so that a pair can be checked before it is used. The digest is of its weights alone, and
+    of their rounding; how they are computed is compared apart, by `arithmetic`."""
 
     name: str
     digest: str

@@ -96,7 +96,10 @@ Threads = Annotated[int | None, Field(ge=1, le=256, description="threads of a mo
 VllmMetrics = Annotated[
     bool, Field(description="with metrics: what routers of vLLM's replicas read, also under vLLM's names")
 ]
-CHECKPOINT = Field(description="folder of the checkpoint (Hugging Face layout, safetensors), or a hub id: ORG/NAME")
+CHECKPOINT = Field(
+    description="folder of the checkpoint (Hugging Face layout, safetensors), a GGUF file, or a hub id: ORG/NAME, of "
+    "GGUF files there ORG/NAME:Q4_K_M"
+)
 
 
 def require_loopback(addresses: Mapping[str, str], instead: str = "") -> None:

@@ -22,6 +22,7 @@ from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.profile import StepProfile
+from outrider.engine.quantized.choice import rounding_for
 from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
@@ -179,9 +180,13 @@ def load(settings: TargetSettings) -> LoadedModel:
     acceptance."""
     if unheeded := unheeded_rules(read_json(Path(settings.model) / "generation_config.json")):
         log.warning("%s", unheeded)
+    rounding = rounding_for(settings.quantization, Path(settings.model))
+    if rounding is not None:
+        log.info("the weights are rounded to %s as they are loaded: another model than the checkpoint's", rounding)
     return load_model(
         settings.model,
         dtype=settings.dtype,
+        quantization=rounding,
         device=settings.device,
         max_model_len=settings.max_model_len,
         batch_invariant=settings.batch_invariant,

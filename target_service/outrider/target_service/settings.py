@@ -43,8 +43,8 @@ class EngineSettings(BaseModel):
 
     engine: Literal["outrider", "vllm"] = Field(
         "outrider",
-        description="whose engine runs the model; vllm, for several GPUs, quantised weights and mixtures of experts, "
-        "needs outrider[vllm]",
+        description="whose engine runs the model; vllm, for several GPUs, mixtures of experts and what else ours does "
+        "not read, needs outrider[vllm]",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model; more than 1 with engine vllm")
     engine_args: Annotated[dict[str, Any], BeforeValidator(parse_arguments)] = Field(
@@ -83,6 +83,11 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     )  # fmt: skip
 
     model: Annotated[Path, CHECKPOINT]
+    quantization: str | None = Field(
+        None,
+        description="int8 or int4: round the target's weights to so many bits as they are loaded, on a CPU; else the "
+        "name of how its checkpoint keeps them, as awq; with engine vllm one of vLLM's (as they are)",
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     expand: bool = Field(
         False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"

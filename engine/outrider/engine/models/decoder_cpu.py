@@ -81,7 +81,7 @@ def _kind(reader: WeightReader, int8: bool) -> Kind | None:
     """Of the matrices that are tensors."""
     if int8:
         return Kind.BYTES
-    return None if reader.is_quantized else decoder.kind_for(reader.all_bfloat16())
+    return None if reader.is_quantized or not reader.all_bfloat16() else decoder.kind_for(True)
 
 
 def _layer(

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig, turned_first
+from outrider.engine.models.state import QuantizedState, meta_of, renamed
 from outrider.kernels.cpu.decoder import Weight, Weights, is_bfloat16
 from outrider.kernels.layers.reference import through_int8
 from outrider.kernels.quantized.form import QuantizedMatrix
@@ -25,23 +25,6 @@ _BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # as a model names them tha
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
 MTP_PREFIX = "model.mtp_layers."  # layers that a head drafts with
 _VISION_PREFIXES = (*_VISION_PARTS, *(f"model.{part}" for part in _VISION_PARTS))
-
-
-@runtime_checkable
-class LazyState(Protocol):
-    """A mapping of tensors that are made when they are asked for."""
-
-    @property
-    def meta(self) -> Mapping[str, Tensor]:
-        """The shape and type of each, without its numbers."""
-
-
-@runtime_checkable
-class QuantizedState(Protocol):
-    """A mapping of tensors of which some are stored as codes of few bits."""
-
-    def packed(self, name: str) -> QuantizedMatrix | None:
-        """A matrix as it is stored; None for one of plain numbers."""
 
 
 def num_parameters(config: DecoderConfig) -> int:
@@ -96,10 +79,10 @@ def text_model_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if not any(name.startswith((*_TEXT_MODEL_PREFIXES, *_BASE_PARTS)) for name in state):
         return state
     names = [name for name in state if not name.startswith(_VISION_PREFIXES)]
-    renamed = {_own_name(name): state[name] for name in names}
-    if len(renamed) < len(names):
+    own = {_own_name(name): name for name in names}
+    if len(own) < len(names):
         raise WrongCheckpoint("it holds tensors twice, under the names of two layouts")
-    return renamed
+    return renamed(state, own)
 
 
 def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[DecoderConfig, Mapping[str, Tensor]]:
@@ -111,8 +94,8 @@ def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[D
         return config, state
     if EMBEDDINGS in state and not are_equal(state[EMBEDDINGS], state[HEAD]):
         return replace(config, tied_embeddings=False), state
-    others = {name: tensor for name, tensor in state.items() if name != HEAD}
-    return config, {EMBEDDINGS: state[HEAD]} | others
+    others = {name: name for name in state if name != HEAD}
+    return config, renamed(state, {EMBEDDINGS: HEAD} | others)
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
@@ -289,11 +272,6 @@ class WeightReader:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
-
-
-def meta_of(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A checkpoint's tensors, at least with the shape and type of each."""
-    return state.meta if isinstance(state, LazyState) else state
 
 
 def _own_name(name: str) -> str:

@@ -38,20 +38,33 @@ class Integers:
     @property
     def matrix(self) -> QuantizedMatrix | None:
         """As the kernels keep it; None for what they have no form for: it is decoded."""
-        middle = 1 << self.bits - 1 if self.codes.dtype == torch.int8 else 0  # theirs are not negative
-        zeros = None if self.zeros is None else self.zeros.short() + middle
-        beyond = zeros is not None and int(zeros.max()) > MOST_ZERO
+        form = self.form
+        return None if form is None else QuantizedMatrix(form, (self.codes.shape[0], self.codes.shape[1]), self.read)
+
+    @property
+    def form(self) -> Form | None:
+        """The kernels', if they have one for them."""
+        beyond = self.zeros is not None and int(self.zeros.short().max()) + self._middle > MOST_ZERO
         if self.group_of is not None or self.codes.shape[1] % self.group or beyond:
             return None
-        scales = self.scales if self.scales.dtype in HALVES else self.scales.float()
-        own = None if zeros is None else zeros.to(torch.uint8)
-        form = Form(self.bits, self.group, scales.dtype, zero=middle if own is None else 0, has_zeros=own is not None)
+        dtype = self.scales.dtype if self.scales.dtype in HALVES else torch.float32
+        has_zeros = self.zeros is not None
+        return Form(self.bits, self.group, dtype, zero=0 if has_zeros else self._middle, has_zeros=has_zeros)
 
-        def read(start: int, end: int) -> Codes:
-            codes = (self.codes[start:end].short() + middle).to(torch.uint8)
-            return Codes(codes, scales[start:end], zeros=None if own is None else own[start:end])
+    def read(self, start: int, end: int) -> Codes:
+        """The rows from one to before another, in that form."""
+        scales, zeros = self.scales[start:end], None if self.zeros is None else self._from_0(self.zeros[start:end])
+        return Codes(
+            self._from_0(self.codes[start:end]), scales if scales.dtype in HALVES else scales.float(), zeros=zeros
+        )
 
-        return QuantizedMatrix(form, (self.codes.shape[0], self.codes.shape[1]), read)
+    @property
+    def _middle(self) -> int:
+        """What is added to codes, which the kernels' are not below 0."""
+        return 1 << self.bits - 1 if self.codes.dtype == torch.int8 else 0
+
+    def _from_0(self, codes: Tensor) -> Tensor:
+        return (codes.short() + self._middle).to(torch.uint8)
 
     def check(self, name: str) -> Integers:
         """Itself. Raises WrongCheckpoint where its parts do not fit one another."""

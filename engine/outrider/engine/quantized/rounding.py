@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.quantized.numbers import WORD, Integers
-from outrider.kernels.quantized.form import QuantizedMatrix
+from outrider.kernels.quantized.form import Codes, QuantizedMatrix
 
 Rounding = Literal["int8", "int4"]
 GROUP = 32  # inputs that share a scale, where nothing else is said
@@ -63,7 +63,8 @@ class RoundedTensors(Mapping[str, Tensor]):
         self._state, self.meta, self._group = state, meta, group
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._state[name] if self.meta[name].dim() != 2 else self._rounded(name).decode()
+        weight = self._state[name]
+        return weight if self.meta[name].dim() != 2 else self._rounded(name, weight).decode()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -72,11 +73,18 @@ class RoundedTensors(Mapping[str, Tensor]):
         return len(self._state)
 
     def packed(self, name: str) -> QuantizedMatrix | None:
-        """A matrix in few bits."""
-        return None if self.meta[name].dim() != 2 else self._rounded(name).matrix
-
-    def _rounded(self, name: str) -> Integers:
+        """A matrix in few bits, of which a few rows are rounded at a time."""
+        if self.meta[name].dim() != 2:
+            return None
         weight = self._state[name]
+        form = self._rounded(name, weight[:1]).form
+
+        def read(start: int, end: int) -> Codes:
+            return self._rounded(name, weight[start:end]).read(0, end - start)
+
+        return None if form is None else QuantizedMatrix(form, (weight.shape[0], weight.shape[1]), read)
+
+    def _rounded(self, name: str, weight: Tensor) -> Integers:
         group = self._group if weight.shape[1] % self._group == 0 else None
         return round_to_nearest(weight, "int4" if "proj" in name else "int8", group)
 

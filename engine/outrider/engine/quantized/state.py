@@ -50,6 +50,13 @@ def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((said for said in found if said is not None), None)
 
 
+def rounds_activations(said: Mapping[str, Any]) -> bool:
+    """Whether what products read is to be rounded, too, which our engine does not."""
+    groups = said.get("config_groups")
+    schemes = groups.values() if isinstance(groups, Mapping) else ()
+    return any(isinstance(scheme, Mapping) and bool(scheme.get("input_activations")) for scheme in schemes)
+
+
 def layout_of(said: Mapping[str, Any]) -> StoredAs:
     """Raises UnsupportedModel for what is not served, by name."""
     method = said.get("quant_method") if isinstance(said, Mapping) else None

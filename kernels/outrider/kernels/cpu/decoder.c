@@ -25,7 +25,7 @@ typedef struct {
     int64_t gate_is_gelu;                     /* its approximation with tanh; else silu */
     float eps, scale, softcap, logit_softcap; /* softcap 0: none */
     const Layer *layers;
-    const void *embeddings;                   /* [num_embeddings][hidden] float32, or bfloat16, or a packed Matrix */
+    const void *embeddings;                   /* [num_embeddings][hidden] float32, bfloat16, float16, or a packed Matrix */
     int64_t num_embeddings, embeddings_kind;
     float embedding_scale;
     const float *norm; /* [hidden] */

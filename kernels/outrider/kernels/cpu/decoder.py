@@ -2,9 +2,10 @@
 layers, on threads that stay together. Everything is computed in float32.
 
 Where all weights are bfloat16 numbers, as most checkpoints' are, they are read as 16 bits: half the memory traffic, the
-same function; and multiplied by the processor's matrix unit (AMX) if it has one. A draft's may be rounded to 8 bits:
-half of that again, nearly the same function. Those of a quantised checkpoint stay as packed as they were: the function
-of the numbers that they stand for. Every row's bits depend on its own sequence alone: the pass is batch-invariant."""
+same function; and multiplied by the processor's matrix unit (AMX) if it has one. Those of a checkpoint in float16 stay
+so, too, on the processor's vectors. They may be rounded to 8 bits: half of that again, nearly the same function. Those
+of a quantised checkpoint stay as packed as they were: the function of the numbers that they stand for. Every row's bits
+depend on its own sequence alone: the pass is batch-invariant."""
 
 from __future__ import annotations
 
@@ -39,14 +40,19 @@ class Kind(IntEnum):
     """How weights lie in memory."""
 
     FLOATS = 0
-    HALVES = 1
+    HALVES = 1  # bfloat16
     TILES = 2
     BYTES = 3  # rounded to integers of 8 bits, with a scale for each output
     PACKED = 4  # a quantised checkpoint's codes
     SECTIONS = 5  # matrices of several kinds, one below the other
+    FLOAT16 = 6
 
 
-_NUMBERS = {Kind.FLOATS: torch.float32, Kind.HALVES: torch.int16, Kind.TILES: torch.int16, Kind.BYTES: torch.int8}
+_NUMBERS = {
+    Kind.FLOATS: torch.float32, Kind.HALVES: torch.int16, Kind.TILES: torch.int16, Kind.BYTES: torch.int8,
+    Kind.FLOAT16: torch.int16,
+}  # fmt: skip
+_TABLES = {torch.bfloat16: Kind.HALVES, torch.float16: Kind.FLOAT16}  # of embeddings; others become float32
 
 
 Weight = Tensor | QuantizedMatrix  # [out, in], a tensor of any floating type
@@ -158,7 +164,7 @@ class CpuDecoder:
         norm: Tensor,  # [hidden]
         head: Weight,  # [vocab, hidden]; quantised embeddings may be the head, too, and are kept once
         *,
-        kind: Kind | None,  # of all weights that are tensors; None, beside quantised ones: of each what it needs
+kind: Kind | None,  # of all weights that are tensors; None: of each what it needs
         rounds: bool = False,  # rows become integers of 16 bits where they meet quantised weights
         heads: int,
         kv_heads: int,
@@ -258,8 +264,8 @@ class CpuDecoder:
     def _table(self, embeddings: Weight, head: Matrix | None) -> tuple[int, Kind]:
         """Where the embeddings lie, and how: in the head, where that is given and packed."""
         if isinstance(embeddings, Tensor):
-            kind = Kind.HALVES if embeddings.dtype == torch.bfloat16 else Kind.FLOATS
-            self._kept.append(table := (embeddings if kind is Kind.HALVES else embeddings.float()).contiguous())
+            kind = _TABLES.get(embeddings.dtype, Kind.FLOATS)
+            self._kept.append(table := (embeddings.float() if kind is Kind.FLOATS else embeddings).contiguous())
             return table.data_ptr(), kind
         matrix = self._matrix(embeddings, None, False) if head is None else head
         if matrix.kind != Kind.PACKED:
@@ -307,7 +313,7 @@ def matrix_of(
         )  # fmt: skip
         return matrix, (packed, bias, packing)
     numbers = weight if isinstance(weight, Tensor) else weight.decode()
-    kind = kind if kind is not None else Kind.HALVES if is_bfloat16(numbers) else Kind.FLOATS
+    kind = narrowest(numbers) if kind is None else kind
     scales = row_scales(numbers) if kind is Kind.BYTES else None
     panels, bias = pack(numbers, kind, scales), None if bias is None else bias.contiguous()
     matrix = Matrix(panels.data_ptr(), _address(bias), _address(scales), *numbers.shape, kind)
@@ -356,6 +362,14 @@ def is_bfloat16(weight: Tensor) -> bool:  # [out, in] of any floating type
     return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in _chunks(weight))
 
 
+def narrowest(weight: Tensor) -> Kind:  # [out, in] of any floating type
+    """As few bits as hold the numbers. Infinities, of which not every processor's float16 knows, are float32's."""
+    if is_bfloat16(weight):
+        return Kind.HALVES
+    is_float16 = weight.dtype == torch.float16 and all(bool(part.isfinite().all()) for part in _chunks(weight))
+    return Kind.FLOAT16 if is_float16 else Kind.FLOATS
+
+
 def row_scales(weight: Tensor) -> Tensor:  # [out, in] of any floating type -> [out] float32
     """What 8 bits of each output are multiplied with."""
     return torch.cat([int8_scales(part) for part in _chunks(weight)])
@@ -363,9 +377,9 @@ def row_scales(weight: Tensor) -> Tensor:  # [out, in] of any floating type -> [
 
 def pack(weight: Tensor, kind: Kind, scales: Tensor | None = None) -> Tensor:
     """[out, in] of any floating type -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32,
-    int16 with the bfloat16 numbers' bits, or int8, of which each output has its scale in `scales`, [out]; for tiles
-    [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a panel's outputs, pairs of inputs, outputs, the two of a
-    pair. Takes little memory beside the result."""
+    int16 with the bfloat16 or float16 numbers' bits, or int8, of which each output has its scale in `scales`, [out];
+    for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a panel's outputs, pairs of inputs, outputs, the
+    two of a pair. Takes little memory beside the result."""
     outputs, inputs = weight.shape
     shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
     if kind is Kind.TILES:
@@ -387,6 +401,8 @@ def _chunks(weight: Tensor) -> Iterator[Tensor]:
 def _panels(weight: Tensor, kind: Kind, scales: Tensor | None) -> Tensor:  # as `pack`, maybe not contiguous
     if scales is not None:
         numbers = to_int8(weight, scales)
+    elif kind is Kind.FLOAT16:
+        numbers = weight.half().view(torch.int16)
     else:
         numbers = weight.float() if kind is Kind.FLOATS else weight.bfloat16().view(torch.int16)
     numbers = F.pad(numbers, (0, 0, 0, -len(weight) % PANEL)).contiguous()

@@ -16,13 +16,14 @@
 /* Weights of few bits are read once in a pass: what is fetched need not stay in the outer caches. */
 #define FETCH_ONCE(at) __builtin_prefetch(at, 0, 0)
 
-enum { FLOATS, HALVES, TILES, BYTES, PACKED, SECTIONS }; /* how weights lie */
+enum { FLOATS, HALVES, TILES, BYTES, PACKED, SECTIONS, FLOAT16 }; /* how weights lie; HALVES are bfloat16 */
 
 typedef float Results[PANEL]; /* of one row and panel */
 
 /* As many numbers of a panel as a register has, from number `at` on. */
 INLINE floats weights_at(const int kind, const void *panel, int64_t at) {
     if (kind == HALVES) return widen((const uint16_t *)panel + at);
+    if (kind == FLOAT16) return from_halves((const uint16_t *)panel + at);
     if (kind == BYTES) return from_bytes((const int8_t *)panel + at);
     return load((const float *)panel + at);
 }

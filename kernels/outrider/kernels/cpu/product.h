@@ -1,5 +1,5 @@
 /* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32, as bfloat16, which
-   are the upper halves of float32 numbers, or as integers of 8 bits, with a scale for each output, by which its sum is
+   are the upper halves of float32 numbers, as float16, or as integers of 8 bits, with a scale for each output, by which its sum is
    multiplied; those of quantised checkpoints as packed.h has them. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so all that one step of a sum
    reads lies together. Every output is one sum over the inputs in ascending order: its bits depend neither on the other
    rows nor on the threads. Where the processor multiplies tiles of bfloat16 numbers, weights and rows lie as tiles.h has
@@ -28,7 +28,7 @@ typedef struct Matrix {
 
 /* Asks for the line or lines of a panel with the numbers of one input, from number `at` on. */
 INLINE void fetch(const int kind, const void *panel, int64_t at) {
-    if (kind == HALVES) FETCH_ONCE((const uint16_t *)panel + at);
+    if (kind == HALVES || kind == FLOAT16) FETCH_ONCE((const uint16_t *)panel + at);
     if (kind == BYTES) FETCH_ONCE((const int8_t *)panel + at);
     if (kind == FLOATS)
         __builtin_prefetch((const float *)panel + at), __builtin_prefetch((const float *)panel + at + PANEL / 2);
@@ -61,6 +61,8 @@ INLINE void multiply(const int rows, const int kind, const float *x, const void 
     case rows:                                                                                                         \
         if (kind == HALVES)                                                                                            \
             multiply(rows, HALVES, x, weights, inputs, out);                                                           \
+        else if (kind == FLOAT16)                                                                                      \
+            multiply(rows, FLOAT16, x, weights, inputs, out);                                                          \
         else if (kind == BYTES)                                                                                        \
             multiply(rows, BYTES, x, weights, inputs, out);                                                            \
         else                                                                                                           \
@@ -124,7 +126,7 @@ INLINE void widen_part(const int kind, const void *weights, int64_t count, float
     }
 }
 
-/* All rows times one panel of floats, halves or bytes. Weights that several groups need are widened once, a part at a
+/* All rows times one panel of floats, halves, float16 numbers or bytes. Weights that several groups need are widened once, a part at a
    time that stays in the first-level cache. */
 static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
     int64_t inputs = matrix->inputs, groups = num_groups(rows), kind = matrix->kind;
@@ -137,6 +139,8 @@ static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x,
         if (widens) {
             if (kind == HALVES)
                 widen_part(HALVES, weights, count, wide);
+            else if (kind == FLOAT16)
+                widen_part(FLOAT16, weights, count, wide);
             else
                 widen_part(BYTES, weights, count, wide);
             weights = wide;

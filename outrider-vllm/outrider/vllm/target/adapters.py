@@ -27,6 +27,7 @@ from outrider.engine.adapters.loader import WEIGHTS_NAME, LoadedAdapter, read_ad
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import PreparedAdapter
+from outrider.engine.quantized.choice import kept_as
 from outrider.target_service.adapter_changes import MOST_ADAPTERS, adapter_room, adapters_at_start
 from outrider.target_service.settings import TargetSettings
 
@@ -69,17 +70,20 @@ def adapters_of(settings: TargetSettings) -> tuple[AdapterBase | None, dict[str,
         return None, {}
     folder = Path(settings.model)
     linears = linears_of(folder, trust_remote_code=settings.trust_remote_code)
-    digest, most_rank = digest_of(folder), settings.max_adapter_rank or MOST_RANK
+    digest, most_rank = digest_of(settings), settings.max_adapter_rank or MOST_RANK
     loaded = adapters_at_start(settings, lambda path: read_adapter(path, linears, digest, most_rank))
     room = adapter_room(settings, loaded)
     return None if room is None else AdapterBase(linears, digest, room), loaded
 
 
-def digest_of(folder: Path) -> str:
-    """The model's, as our engine has it."""
+def digest_of(settings: TargetSettings) -> str:
+    """The model's, as our engine has it; another one where vLLM rounds plain numbers as it loads them."""
+    folder = Path(settings.model)
     config = checkpoint.read_config(folder)
+    asked = settings.engine_args.get("quantization", settings.quantization)
+    rounding = None if kept_as(folder, config) else asked
     with checkpoint.checkpoint_digest(folder, checkpoint.weight_files(folder)) as weights_digest:
-        return checkpoint.model_digest(config, weights_digest())
+        return checkpoint.model_digest(config, weights_digest(), rounding)
 
 
 def with_rows(arguments: Mapping[str, Any], window: int, longest: Callable[[], int]) -> dict[str, Any]:

@@ -306,6 +306,7 @@ def engine_args(settings: TargetSettings, base: AdapterBase | None = None) -> di
     given = {
         "model": str(settings.model),
         "dtype": "float32" if on_cpu and settings.dtype == "auto" else settings.dtype,
+        "quantization": settings.quantization,
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": settings.tensor_parallel_size,
         EXECUTOR: ONE_PROCESS if takes_one_process(settings) else None,
@@ -353,7 +354,7 @@ def read_checkpoint(settings: TargetSettings, vllm_config: Any) -> Checkpoint:
         log.warning("%s", unheeded)
     model = vllm_config.model_config
     return Checkpoint(
-        digest=digest_of(folder),
+        digest=digest_of(settings),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         eos_token_ids=checkpoint.eos_ids(config, generation),

@@ -12,6 +12,8 @@ from transformers import AutoConfig
 from outrider.engine import checkpoint
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.weights import EMBEDDINGS, HEAD, are_equal, text_model_state
+from outrider.engine.quantized.choice import GGUF, kept_as
+from outrider.rpc.hub import model_name
 from outrider.target_service.settings import TargetSettings
 
 MISTRAL = "consolidated*.safetensors"  # which vLLM takes before any other, by default
@@ -20,6 +22,11 @@ MISTRAL = "consolidated*.safetensors"  # which vLLM takes before any other, by d
 def require_same_weights(settings: TargetSettings) -> None:
     """Raises UnsupportedModel with the remedy."""
     folder, load_format = Path(settings.model), settings.engine_args.get("load_format", "auto")
+    if kept_as(folder, checkpoint.read_config(folder)) == GGUF:
+        raise UnsupportedModel(
+            f"model: {model_name(folder)} is a GGUF file, which vLLM does not read since 0.32; allowed: engine "
+            "outrider, or with vLLM the checkpoint of which the file was made"
+        )
     files = checkpoint.weight_files(folder)
     ours, theirs = {path.name for path in files}, _files_of_vllm(folder, load_format)
     if theirs != ours:
