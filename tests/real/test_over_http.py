@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HTTP = re.compile(r"^ *OpenAI +(\S+)", re.MULTILINE)
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "minimum": 1, "maximum": 99_999_999}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "people": {"type": "integer", "minimum": 1, "maximum": 99_999_999},
+    },
     "required": ["city", "people"],
     "additionalProperties": False,
 }
@@ -97,6 +100,4 @@ def test_constraints_hold(kind: str, temperature: float, client: OpenAI, name: s
 
 def test_a_chat_wants_a_template(client: OpenAI, name: str) -> None:
     with pytest.raises(BadRequestError, match="template"):
-        client.chat.completions.create(
-            model=name, messages=[{"role": "user", "content": "Hello"}]
-        )
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hello"}])

@@ -160,6 +160,7 @@ def load_draft(settings: DraftSettings, trust_remote_code: bool = False) -> Load
         settings.model,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        activations=settings.activations,
         device=settings.device,
         max_model_len=settings.max_model_len,
         trust_remote_code=trust_remote_code,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+Activations = Literal["int16", "float32"]
 Quantization = Rounding  # int8: with a scale for each output; int4: for each 32 inputs
 
 Expansion = Callable[[dict[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], Mapping[str, Tensor]]]
@@ -45,9 +46,13 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """The type of its weights: "float32", "bfloat16", "int8", "int4"; of quantised ones "awq in float32"."""
+        """The type of its weights: "float32", "bfloat16"; of quantised ones also what they are multiplied with: "awq in
+        int16", "int4 in float32"."""
         computed = str(self.model.dtype).removeprefix("torch.")
-        return self.quantization or (f"{self.kept_as} in {computed}" if self.kept_as else computed)
+        kept = self.quantization or self.kept_as
+        if isinstance(self.model, NativeDecoder) and self.model.kernel.rounds_some:
+            computed = "int16"
+        return f"{kept} in {computed}" if kept else computed
 
     @property
     def vocab_size(self) -> int:
@@ -82,6 +87,7 @@ def load_model(
     *,
     dtype: str = "auto",
     quantization: Quantization | None = None,
+    activations: Activations = "int16",
     device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     batch_invariant: bool = False,
@@ -92,7 +98,7 @@ def load_model(
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
     Weights are rounded to few bits for our own decoder in float32 on a CPU, by nearly the same function, which is told
-    as another model. A draft's folder may also hold its weights as one file of any name (`lone_file`).
+    as another model. `activations` are what rows are where they meet quantised weights there. A draft's folder may also hold its weights as one file of any name (`lone_file`).
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
@@ -110,10 +116,10 @@ def load_model(
             _, state = with_its_head(parse_config(config, max_model_len), checkpoint.read_weights(folder, files))
             config, state = expand(config, state)
             expanded = parse_config(config, max_model_len)
-            model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization)
+            model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization, activations)
         elif (parsed := parsed_config(config, max_model_len, batch_invariant, quantization)) is not None:
             state = checkpoint.read_weights(folder, files)
-            model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)
+            model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization, activations)
         else:
             # Only where needed: it imports transformers' models.
             from outrider.engine.models.transformers import load_registry_model
@@ -185,6 +191,7 @@ def new_decoder(
     device: torch.device,
     batch_invariant: bool,
     quantization: Quantization | None = None,
+    activations: Activations = "int16",
 ) -> CausalLM:
     """Our own, of tensors by their Hugging Face names: by our C kernels where they can, else by PyTorch's and
     Triton's."""
@@ -196,7 +203,7 @@ def new_decoder(
         config, state = with_its_head(config, state)
         state = RoundedTensors(state, meta_of(state))
     if decoder_cpu.can_run(config, dtype, device):
-        return NativeDecoder(config, state, int8)
+        return NativeDecoder(config, state, int8, rounds=activations == "int16")
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant, int8=int8)
 
 

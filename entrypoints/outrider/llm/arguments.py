@@ -201,6 +201,8 @@ class EngineArguments:
     # vLLM's where ours cannot
     tensor_parallel_size: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # devices; more than 1 in vLLM
     quantization: str | None = None  # of the target's weights: int8 or int4, or how they are kept
+    activations: Annotated[str, one_of(("int16", "float32")), OrDefault] = "int16"  # what rows are where they meet
+    # quantised weights on a CPU
     limit_mm_per_prompt: Annotated[dict[str, Any] | None, Field(description="a dict such as {'image': 2}")] = None
     allowed_local_media_path: Annotated[str, BeforeValidator(_media_folder)] = ""  # file: URLs name files below it
     device: str = "auto"

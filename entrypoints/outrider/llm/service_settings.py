@@ -17,7 +17,7 @@ from outrider.target_service.settings import TargetSettings
 MEDIA_BYTES = 1 << 30  # of a prompt's pictures: they are the caller's own
 LEAST_WINDOW = 32  # drafted tokens that our own engine verifies at once, whatever is drafted
 # Settings by the keywords that give them; a keyword that is None leaves its setting as it is.
-OF_BOTH = {"dtype": "dtype", "threads": "threads", "max_rows": "max_num_batched_tokens"}
+OF_BOTH = {"dtype": "dtype", "activations": "activations", "threads": "threads", "max_rows": "max_num_batched_tokens"}
 OF_TARGET = {
     "model": "model",
     "quantization": "quantization",

@@ -238,6 +238,11 @@ class ModelSettings(ServiceSettings):
         "", description="name to serve the model under (default: the folder's; without a model, the method's)"
     )
     dtype: Dtype = "auto"
+    activations: Literal["int16", "float32"] = Field(
+        "int16",
+        description="what rows are where they meet quantised weights on a CPU: int16 (each 32 numbers rounded to 16 bits "
+        "together, for products of integers) or float32, which rounds nothing and is slower; replicas must agree",
+    )
     device: Device = "cpu"
     threads: Threads = None
     max_model_len: MaxModelLen = None

@@ -187,6 +187,7 @@ def load(settings: TargetSettings) -> LoadedModel:
         settings.model,
         dtype=settings.dtype,
         quantization=rounding,
+        activations=settings.activations,
         device=settings.device,
         max_model_len=settings.max_model_len,
         batch_invariant=settings.batch_invariant,

@@ -30,7 +30,9 @@ def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
 class NativeDecoder:
     """A CausalLM. Batch-invariant whether that was asked for or not."""
 
-    def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor], int8: bool = False) -> None:
+    def __init__(
+        self, config: DecoderConfig, state: Mapping[str, Tensor], int8: bool = False, *, rounds: bool = False
+    ) -> None:
         reader = WeightReader(config, state, torch.float32, torch.device("cpu"), codes=not int8)
         self.config = config = reader.config
         self.dtype = torch.float32
@@ -51,6 +53,7 @@ class NativeDecoder:
             reader.norm("model.norm.weight"),
             embeddings if config.tied_embeddings else reader.matrix_as_stored(HEAD),
             kind=_kind(reader, int8),
+            rounds=rounds,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,

@@ -164,7 +164,7 @@ class CpuDecoder:
         norm: Tensor,  # [hidden]
         head: Weight,  # [vocab, hidden]; quantised embeddings may be the head, too, and are kept once
         *,
-kind: Kind | None,  # of all weights that are tensors; None: of each what it needs
+        kind: Kind | None,  # of all weights that are tensors; None: of each what it needs
         rounds: bool = False,  # rows become integers of 16 bits where they meet quantised weights
         heads: int,
         kv_heads: int,
@@ -181,12 +181,13 @@ kind: Kind | None,  # of all weights that are tensors; None: of each what it nee
         self._library: Any = library
         self.library_name = cpu_library_name() or ""
         self._library.decoder_scratch.restype = c_int64
-        self.kind, self.rounds = kind, rounds
+        self.kind, self._rounds = kind, rounds
+        self.rounds_some = False  # rows become integers before some matrices
         self._kept: list[object] = []  # what the pointers below point to
         packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
         self._layers = (_Layer * len(packed))(*packed)
         self.hidden, self.vocab_size, self._num_embeddings = norm.shape[0], head.shape[0], len(embeddings)
-        head_matrix = self._matrix(head, None, rounds and may_round(head))
+        head_matrix = self._matrix(head, None, may_round(head))
         table, table_kind = self._table(embeddings, head_matrix if embeddings is head else None)
         self._decoder = _Decoder(
             len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
@@ -249,10 +250,10 @@ kind: Kind | None,  # of all weights that are tensors; None: of each what it nee
         return c_void_p(self._scratch.data_ptr())
 
     def _layer(self, layer: LayerWeights) -> _Layer:
-        qkv, output, gate_up, down = (self.rounds and may_round(*each) for each in layer.multiplied_together)
+        qkv, output, gate_up, down = (may_round(*each) for each in layer.multiplied_together)
         return _Layer(
             self._matrix(layer.qkv, layer.qkv_bias, qkv),
-            self._matrix(layer.output, layer.output_bias, output),
+            self._matrix(layer.output, layer.output_bias, output and layer.rotary[0].shape[1] % STEP == 0),
             self._matrix(layer.gate, layer.gate_bias, gate_up),
             self._matrix(layer.up, layer.up_bias, gate_up),
             self._matrix(layer.down, layer.down_bias, down),
@@ -274,7 +275,8 @@ kind: Kind | None,  # of all weights that are tensors; None: of each what it nee
         return ctypes.addressof(matrix), Kind.PACKED
 
     def _matrix(self, weight: Weights, bias: Tensor | None, rounds: bool) -> Matrix:
-        matrix, kept = matrix_of(weight, bias, self.kind, rounds)
+        matrix, kept = matrix_of(weight, bias, self.kind, self._rounds and rounds)
+        self.rounds_some |= bool(matrix.rounds)
         self._kept.append(kept)
         return matrix
 
@@ -294,9 +296,7 @@ def may_round(*weights: Weights) -> bool:
     return len(quantized) == len(parts) and not any(end % PANEL for end in ends)
 
 
-def matrix_of(
-    weight: Weights, bias: Tensor | None, kind: Kind | None, rounds: bool = False
-) -> tuple[Matrix, object]:
+def matrix_of(weight: Weights, bias: Tensor | None, kind: Kind | None, rounds: bool = False) -> tuple[Matrix, object]:
     """A weight as the kernels read it, and what its pointers point to. `kind` is that of tensors; None: as few bits as
     hold the numbers of each, on the processor's vectors. `rounds`: rows become integers, which `may_round` allows.
     Raises ValueError for tiles beside quantised ones: rows lie in one way for all of them."""
