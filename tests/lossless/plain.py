@@ -173,8 +173,12 @@ def draft_model() -> LoadedModel:
 
 
 def decode_plainly(prompt: Prompt, arithmetic: Arithmetic, weights: Weights = "float32") -> list[int]:
+    """What that target says of a prompt."""
+    return decode_alone(prompt, target_model(arithmetic, weights))
+
+
+def decode_alone(prompt: Prompt, loaded: LoadedModel) -> list[int]:
     """One token a step, alone in the batch, nothing cached before, blocks enough."""
-    loaded = target_model(arithmetic, weights)
     total = len(prompt.ids) + prompt.sampling.max_tokens
     harness = TargetHarness.of(loaded, num_blocks=-(-total // BLOCK_SIZE) + 1, prefix_cache=False)
     harness.send(prompt.open(), Credit(0, total, 0))

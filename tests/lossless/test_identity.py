@@ -2,9 +2,9 @@
 
 Prompts are decoded through the gateway's loop by a target and a draft service over gRPC, in the cells of a covering
 design, of which one has the weights of the target: float32, or integers of 8 or of 4 bits, and one whether it drafts
-with those rounded to 4. In batch-invariant mode every token must be equal, greedy and coupled, at the first attempt. In ordinary mode
-outputs may part where the scores of two tokens are as close as rounding is coarse; these places are printed and
-counted. Short: 128 prompts of 64 tokens, more than a bug needs to be seen; with --prove 1,000 of 256."""
+with those rounded to 4. In batch-invariant mode every token must be equal, greedy and coupled, at the first attempt.
+In ordinary mode outputs may part where the scores of two tokens are as close as rounding is coarse; these places are
+printed and counted. Short: 128 prompts of 64 tokens, more than a bug needs to be seen; with --prove 1,000 of 256."""
 
 from __future__ import annotations
 
