@@ -54,7 +54,8 @@ def test_our_decoder(kernels: str, family: str) -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_weights_in_few_bits(kernels: str, rounding: Rounding) -> None:
     """Those of the numbers that they stand for; the C kernels keep them packed."""
-    hf, sizes = tiny_hf_model(intermediate_size=128), {"intermediate_size": 128}
+    sizes: dict[str, Any] = {"intermediate_size": 128}  # packed products have inputs by 32
+    hf = tiny_hf_model(**sizes)
     state = rounded_state(tiny_state(hf), rounding)
     before = expected(hf, FIRST, TAPS)
     hf.load_state_dict(dict(state))

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ from outrider.target_service.settings import TargetSettings
 pytestmark = pytest.mark.timeout(3600)
 
 HELD_OUT = Path(__file__).parents[1] / "pairs" / "data" / "held_out_sched.txt"
-SMALL_EXPANSION: dict[str, int] = {  # that of every run; the long one is the services' own
+SMALL_EXPANSION: dict[str, Any] = {  # that of every run; the long one is the services' own
     "hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4,
 }  # fmt: skip
 SELF = "self:int4"

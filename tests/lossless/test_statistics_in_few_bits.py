@@ -5,6 +5,7 @@ in 4 bits draft, or the opposite of them, of which most is refused."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ SCALES = {OWN: 3 * LOGIT_SCALE, OPPOSITE: LOGIT_SCALE}  # of the head: else 4 bi
 
 
 def settings_of(rounding: Rounding, draft: str) -> list[Setting]:
-    common = {"draft": draft, "k": 3, "depth": 4, "short": 750, "long": TOKENS_20K}
+    common: dict[str, Any] = {"draft": draft, "k": 3, "depth": 4, "short": 750, "long": TOKENS_20K}
     return [
         Setting(f"{rounding}, {draft}", **common),
         Setting(f"{rounding}, {draft}, coupled", acceptance=COUPLED, **common),

@@ -117,7 +117,7 @@ async def test_the_service_offers_its_head_and_says_what_drafting_took(
 @pytest.mark.parametrize(("method", "rounding"), on_a_diagonal(METHODS, ["int8", "int4"]))
 async def test_a_head_beside_a_checkpoint_in_few_bits(method: str, rounding: Rounding, tmp_path: Path) -> None:
     """As it is converted, an MTP layer among its tensors included."""
-    sizes = {"intermediate_size": 128}  # packed products have inputs by 32
+    sizes: dict[str, Any] = {"intermediate_size": 128}  # packed products have inputs by 32
     source = saved_mimo(tmp_path, **sizes) if method == "mtp" else save_tiny(tmp_path / "tiny", **sizes)
     model = tmp_path / rounding
     assert list(quantize(source, model, rounding, 32))
