@@ -124,6 +124,7 @@ prove: $(STAMP)
 # not run.
 prove-laws: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove --only-long tests/kernels tests/target_service tests/lossless/test_law.py \
+		tests/lossless/test_law_in_few_bits.py \
 		tests/lossless/test_law_services.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
 

@@ -4,7 +4,7 @@ whatever shares the batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from support.models import (
     tiny_hf_model,
     tiny_state,
 )
+from support.quantized import rounded_state
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,6 +34,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import LowRank
 from outrider.engine.models.hooked_adapters import HookedAdapters, hooked_linears
 from outrider.engine.models.transformers import RegistryModel
+from outrider.engine.quantized.rounding import Rounding
 
 IDS = [(31 * index + 7) % 97 for index in range(40)]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -45,15 +47,24 @@ def targets_of(family: str) -> Sequence[str]:
 class Case:
     """A tiny base, with room for adapters."""
 
-    def __init__(self, family: str = "llama", slots: int = 2, invariant: bool = True, **options: Any) -> None:
-        self.state = tiny_state(tiny_hf_model(family, **options))
+    def __init__(
+        self,
+        family: str = "llama",
+        slots: int = 2,
+        invariant: bool = True,
+        rounding: Rounding | None = None,
+        **options: Any,
+    ) -> None:
+        state = tiny_state(tiny_hf_model(family, **options))
+        stored = state if rounding is None else rounded_state(state, rounding)
+        self.state = dict(stored)  # the numbers
         self.config = tiny_config(family, **options)
         self.invariant = invariant
-        self.loaded = self._decoder(self.state)
+        self.loaded = self._decoder(stored)
         self.resident = ResidentAdapters(self.loaded.model, AdapterRoom(slots, 16))
         self.runner = ModelRunner(self.loaded.model, 32, adapters=self.resident)
 
-    def _decoder(self, state: dict[str, Tensor]) -> LoadedModel:
+    def _decoder(self, state: Mapping[str, Tensor]) -> LoadedModel:
         return build_decoder(self.config, state, batch_invariant=self.invariant)
 
     def load(self, folder: Path) -> LoadedAdapter:
@@ -87,6 +98,25 @@ def test_logits_are_those_of_merged_weights(kernels: str, family: str, tmp_path:
         assert differ(case.logits(None), expected) > 0.1, "the adapter shows"
 
 
+IN_FEW_BITS = pytest.mark.parametrize("rounding", ["int8", "int4"])
+PACKED: dict[str, Any] = {"intermediate_size": 128}  # packed products have inputs by 32
+
+
+@IN_FEW_BITS
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_adapters_of_weights_in_few_bits(kernels: str, family: str, rounding: Rounding, tmp_path: Path) -> None:
+    """What an adapter adds is added to the products of the numbers, which are not rounded anew."""
+    with cpu_kernels(kernels):
+        case = Case(family, rounding=rounding, **PACKED)
+        folder = save_adapter(tmp_path / "adapter", case.state)
+        adapter, expected = case.prepared(folder), case.merged_logits(folder)
+        assert differ(case.logits(adapter), expected) < 1e-4
+        assert differ(case.logits(None), expected) > 0.1, "the adapter shows"
+        fine = Case(family, **PACKED)
+        assert differ(fine.logits(fine.prepared(folder)), expected) > 1e-3, "so do few bits"
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_ranks_and_factors_of_single_modules(kernels: str, tmp_path: Path) -> None:
     first, second = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -106,10 +136,14 @@ def test_ranks_and_factors_of_single_modules(kernels: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_mixed_batches_equal_single_ones_bit_for_bit(kernels: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "rounding"), [("llama", None), ("gemma2", None), ("phi3", None), ("llama", "int8"), ("gemma2", "int4")]
+)
+def test_mixed_batches_equal_single_ones_bit_for_bit(
+    kernels: str, family: str, rounding: Rounding | None, tmp_path: Path
+) -> None:
     with cpu_kernels(kernels):
-        case = Case(family)
+        case = Case(family, rounding=rounding, **PACKED)
         targets = targets_of(family)
         one = case.prepared(save_adapter(tmp_path / "one", case.state, targets, seed=1))
         other = case.prepared(save_adapter(tmp_path / "other", case.state, targets[:2], seed=2, r=11))
@@ -127,16 +161,17 @@ def test_mixed_batches_equal_single_ones_bit_for_bit(kernels: str, family: str, 
         for step in range(3):
             for index in range(5):
                 assert torch.equal(together[step][index], alone[index][step]), (step, index)
-        plain = Case(family)
+        plain = Case(family, rounding=rounding, **PACKED)
         for index in (1, 4):  # a row without an adapter has the bits of a model that knows none
             expected = plain.runner.forward([BatchEntry(texts[index][:20], 0, tables[index], 20)])
             assert torch.equal(alone[index][0], expected)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_drafted_tree_has_the_bits_of_its_paths(kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounding", [None, "int8", "int4"])
+def test_a_drafted_tree_has_the_bits_of_its_paths(kernels: str, rounding: Rounding | None, tmp_path: Path) -> None:
     with cpu_kernels(kernels):
-        case = Case()
+        case = Case(rounding=rounding, **PACKED)
         adapter = case.prepared(save_adapter(tmp_path / "adapter", case.state))
         case.logits(adapter, IDS[:20])
         drafted, parents = [5, 6, 7], (0, 0, 1)  # the second follows the root, too, the third the first

@@ -9,11 +9,13 @@ import pytest
 import torch
 from support.devices import Replayed
 from support.models import KERNELS, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.quantized import rounded_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, StepLimits
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.transformers import RegistryModel
+from outrider.engine.quantized.rounding import Rounding
 
 FIRST, SECOND = list(range(3, 30)), list(range(40, 49))
 TAPS = (2, 0, 1)  # in the order asked for
@@ -45,6 +47,21 @@ def test_our_decoder(kernels: str, family: str) -> None:
     hf = tiny_hf_model(family)
     with cpu_kernels(kernels):
         model = build_decoder(tiny_config(family), tiny_state(hf)).model
+    check(hf, ModelRunner(model, 4, taps=TAPS))
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_weights_in_few_bits(kernels: str, rounding: Rounding) -> None:
+    """Those of the numbers that they stand for; the C kernels keep them packed."""
+    sizes: dict[str, Any] = {"intermediate_size": 128}  # packed products have inputs by 32
+    hf = tiny_hf_model(**sizes)
+    state = rounded_state(tiny_state(hf), rounding)
+    before = expected(hf, FIRST, TAPS)
+    hf.load_state_dict(dict(state))
+    assert (expected(hf, FIRST, TAPS) - before).abs().max() > 1e-2
+    with cpu_kernels(kernels):
+        model = build_decoder(tiny_config(**sizes), state).model
     check(hf, ModelRunner(model, 4, taps=TAPS))
 
 

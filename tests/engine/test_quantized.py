@@ -21,7 +21,7 @@ from outrider.engine import checkpoint
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder_cpu import NativeDecoder
-from outrider.engine.quantized.numbers import unpack
+from outrider.engine.quantized.numbers import Integers, unpack
 from outrider.engine.quantized.rounding import Rounding
 from outrider.engine.quantized.state import QuantizedTensors, layout_of
 from outrider.kernels.cpu.decoder import Kind
@@ -140,6 +140,19 @@ def test_inputs_in_another_order_have_their_groups_scales() -> None:
         read({**stored, "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}, said),
         read(stored, said),
     )
+
+
+@pytest.mark.parametrize("has_zeros", [False, True], ids=["around 0", "zero points"])
+def test_a_last_group_that_is_not_whole(has_zeros: bool) -> None:
+    """Has a scale of its own. The kernels have no form for it, and take the numbers."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(16, (8, 80), generator=generator).to(torch.uint8)
+    scales = torch.rand(8, 3, generator=generator) + 0.5
+    zeros = torch.randint(16, (8, 3), generator=generator).to(torch.uint8) if has_zeros else None
+    numbers = Integers(codes, 4, scales, 32, zeros).check("layer")
+    points = torch.zeros(8, 3) if zeros is None else zeros.float()
+    expected = [(codes[:, at].float() - points[:, at // 32]) * scales[:, at // 32] for at in range(80)]
+    assert torch.equal(numbers.decode(), torch.stack(expected, dim=1)) and numbers.matrix is None
 
 
 def packed_gptq(codes: Tensor, bits: int) -> Tensor:

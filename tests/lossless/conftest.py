@@ -24,7 +24,7 @@ def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
             for name in WORKS:
                 if name in params:
                     arithmetic, work = params[name]
-                    outputs.start(work.prompts, arithmetic)
+                    outputs.start(work.prompts, arithmetic, work.cell.weights)
         yield outputs
 
 

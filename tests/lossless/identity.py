@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lossless.plain import VOCAB, Arithmetic, PlainOutputs, Prompt, draft_model, make_prompt
+from lossless.plain import VOCAB, Arithmetic, PlainOutputs, Prompt, Weights, draft_model, make_prompt, rounded_draft
 from support.fakes import until
 
 from outrider.draft_service.admission import make_methods
@@ -60,6 +60,8 @@ IN_TURN = "prediction,suffix,draft_model"
 LEVELS: dict[str, tuple[Any, ...]] = {
     "batch": (1, 2, 4, 8, 16, 32, 64),
     "k": (0, 1, 2, 3, 4, 5, 6, 7, 8),
+    "weights": ("float32", "int8", "int4"),
+    "own": (False, True),
     "ahead": ("sequential", "chains", "branches"),
     "chunked": (False, True),
     "warm": (False, True),
@@ -88,6 +90,8 @@ class Cell:
     # others were answered, by three of these in turn.
     method: str
     cut: bool  # the target verifies fewer drafted tokens where several sequences share a step and that pays
+    weights: Weights = "float32"  # of the target
+    own: bool = False  # the model that drafts is the target's own weights rounded to 4 bits
 
     @property
     def name(self) -> str:
@@ -103,6 +107,8 @@ class Cell:
             "coupled" if self.coupled else "greedy",
             self.method.replace(",", "+"),
             "cut" if self.cut else "uncut",
+            self.weights,
+            "own" if self.own else "other",
         ]
         return "-".join(words)
 
@@ -487,7 +493,7 @@ def with_guesses(work: Work, plain: PlainOutputs, arithmetic: Arithmetic) -> Wor
     then. Where others draft as well, it is of the first half."""
     if "prediction" not in work.cell.method:
         return work
-    outputs = [plain.of(prompt, arithmetic) for prompt in work.prompts]
+    outputs = [plain.of(prompt, arithmetic, work.cell.weights) for prompt in work.prompts]
     guesses = [
         tuple((token + (place % 7 == 3)) % VOCAB for place, token in enumerate(ids) if place % 11 != 5)
         for ids in (output[: len(output) // (1 + (work.cell.method == IN_TURN))] for output in outputs)
@@ -533,7 +539,9 @@ async def run(work: Work, target: LoadedModel, joined: JoinedVocabulary | None =
     pools = {"num_blocks": num_blocks(work, at_once), "draft_blocks": num_blocks(work, cell.batch)}
     vocabulary = joined.mapping.target.fingerprint if joined is not None else ""
     vocabularies = {vocabulary: joined} if joined is not None else {}
-    draft = draft_model() if cell.method != "pard" else replace(draft_model(), mask_token_id=MASK)
+    draft = rounded_draft(cell.weights) if cell.own else draft_model()
+    if cell.method == "pard":
+        draft = replace(draft, mask_token_id=MASK)
     async with (
         asyncio.timeout(CELL_S),
         serving(target, draft, vocabularies, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,

@@ -20,18 +20,19 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from support.engines import TargetHarness
 from support.environment import SEED
 from support.models import build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.quantized import rounded_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
@@ -45,6 +46,9 @@ from outrider.rpc.messages import Credit, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 300
+# What the target's products are stored as. In float32 each row of the head may have a twin: the row of every odd token
+# is that of the even one before it, but for a rounding of each number, so that there are near-ties at every position.
+Weights = Literal["float32", "twins", "int8", "int4"]
 # Two layers at least: with one, cached keys and values would not depend on what stands before their token.
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -128,8 +132,7 @@ def make_prompt(number: int, coupled: bool, num_tokens: int, truncated: bool = T
 
 @cache
 def hf_model(twins: bool = False) -> Any:
-    """The target in transformers. With `twins`, the row of the head of every odd token is that of the even one before
-    it, but for a rounding of each weight: near-ties at every position."""
+    """The target in transformers, in float32."""
     model = tiny_hf_model("llama", SEED + 1, **SHAPE)
     with torch.no_grad():
         head = model.lm_head.weight.mul_(SHARPER)  # [vocab, hidden]
@@ -139,12 +142,24 @@ def hf_model(twins: bool = False) -> Any:
     return model
 
 
+def target_state(weights: Weights) -> Mapping[str, Tensor]:
+    """The target's tensors, as a checkpoint stores them."""
+    state = tiny_state(hf_model(weights == "twins"))
+    return rounded_state(state, weights) if weights in ("int8", "int4") else state
+
+
 @cache
-def target_model(arithmetic: Arithmetic, twins: bool = False) -> LoadedModel:
-    """The target."""
+def target_model(arithmetic: Arithmetic, weights: Weights = "float32") -> LoadedModel:
+    """The target. Of few bits, the C kernels keep its products packed, and PyTorch computes with their numbers."""
     invariant = arithmetic != Arithmetic.ORDINARY
     with cpu_kernels("c" if arithmetic == Arithmetic.C else "pytorch"):
-        return build_decoder(tiny_config("llama", **SHAPE), tiny_state(hf_model(twins)), batch_invariant=invariant)
+        return build_decoder(tiny_config("llama", **SHAPE), target_state(weights), batch_invariant=invariant)
+
+
+@cache
+def rounded_draft(weights: Weights) -> LoadedModel:
+    """The target's own weights rounded to 4 bits, as `self:int4` drafts."""
+    return build_decoder(tiny_config("llama", **SHAPE), target_state(weights), quantization="int4")
 
 
 @cache
@@ -157,9 +172,13 @@ def draft_model() -> LoadedModel:
     return build_decoder(tiny_config("llama", **SHAPE), state)
 
 
-def decode_plainly(prompt: Prompt, arithmetic: Arithmetic, twins: bool = False) -> list[int]:
+def decode_plainly(prompt: Prompt, arithmetic: Arithmetic, weights: Weights = "float32") -> list[int]:
+    """What that target says of a prompt."""
+    return decode_alone(prompt, target_model(arithmetic, weights))
+
+
+def decode_alone(prompt: Prompt, loaded: LoadedModel) -> list[int]:
     """One token a step, alone in the batch, nothing cached before, blocks enough."""
-    loaded = target_model(arithmetic, twins)
     total = len(prompt.ids) + prompt.sampling.max_tokens
     harness = TargetHarness.of(loaded, num_blocks=-(-total // BLOCK_SIZE) + 1, prefix_cache=False)
     harness.send(prompt.open(), Credit(0, total, 0))
@@ -176,7 +195,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-_Key = tuple[tuple[int, ...], int, Arithmetic, bool]
+_Key = tuple[tuple[int, ...], int, Arithmetic, Weights]
 
 
 class PlainOutputs:
@@ -195,21 +214,21 @@ class PlainOutputs:
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def start(self, prompts: Iterable[Prompt], arithmetic: Arithmetic, twins: bool = False) -> None:
+    def start(self, prompts: Iterable[Prompt], arithmetic: Arithmetic, weights: Weights = "float32") -> None:
         """Decodes those that were not started before, in the background."""
         for prompt in prompts:
-            key = _key(prompt, arithmetic, twins)
+            key = _key(prompt, arithmetic, weights)
             if key not in self._outputs:
-                self._outputs[key] = self._executor.submit(decode_plainly, prompt, arithmetic, twins)
+                self._outputs[key] = self._executor.submit(decode_plainly, prompt, arithmetic, weights)
 
-    def of(self, prompt: Prompt, arithmetic: Arithmetic, twins: bool = False) -> list[int]:
+    def of(self, prompt: Prompt, arithmetic: Arithmetic, weights: Weights = "float32") -> list[int]:
         """The output of one prompt, by now or after a wait."""
-        self.start([prompt], arithmetic, twins)
-        return self._outputs[_key(prompt, arithmetic, twins)].result()
+        self.start([prompt], arithmetic, weights)
+        return self._outputs[_key(prompt, arithmetic, weights)].result()
 
 
-def _key(prompt: Prompt, arithmetic: Arithmetic, twins: bool) -> _Key:
-    return prompt.ids, prompt.sampling.max_tokens, arithmetic, twins
+def _key(prompt: Prompt, arithmetic: Arithmetic, weights: Weights) -> _Key:
+    return prompt.ids, prompt.sampling.max_tokens, arithmetic, weights
 
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -230,7 +249,7 @@ class NearTie:
 
 def near_tie(plain: Sequence[int], other: Sequence[int], prompt: Prompt, loaded: LoadedModel, hf: Any) -> NearTie:
     """Judges the first difference of two outputs of a prompt. AssertionError if rounding cannot have made it. `hf` has
-    the weights that `loaded` computes with."""
+    the last norm and the head that `loaded` computes with."""
     index = first_difference(plain, other)
     assert index is not None and index < min(len(plain), len(other)), f"lengths {len(plain)} and {len(other)}"
     scores = plain_scores(prompt, plain[:index], loaded)  # [vocab]

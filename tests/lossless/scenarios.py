@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.engines import VOCAB, DraftFn, DraftHarness, TargetHarness, tiny_draft
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+from support.quantized import rounded_state
 from torch import Tensor
 
 from outrider.engine import random as engine_random
@@ -23,6 +24,7 @@ from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, cha
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
+from outrider.engine.quantized.rounding import Rounding
 from outrider.kernels.random import reference as philox
 from outrider.kernels.random.reference import Purpose, exponential_noise
 from outrider.kernels.verify.reference import accept
@@ -168,18 +170,24 @@ MAX_ROUNDS = 400
 
 
 @cache
-def target_model(family: str = "llama", batch_invariant: bool = True, noise: float = 0.0) -> LoadedModel:
-    """A tiny target. It is the draft of the tests, but for noise on its weights where a draft has to err."""
-    state = tiny_state(tiny_hf_model(family))
+def target_model(
+    family: str = "llama", batch_invariant: bool = True, noise: float = 0.0, rounding: Rounding | None = None
+) -> LoadedModel:
+    """A tiny target. It is the draft of the tests, but for noise on its weights where a draft has to err, or for their
+    rounding, for which it is wider by a little: packed products have inputs by 32."""
+    options = {} if rounding is None else {"intermediate_size": 128}
+    state: Mapping[str, Tensor] = tiny_state(tiny_hf_model(family, **options))
     generator = torch.Generator().manual_seed(1)
     state = {name: w + noise * torch.randn(w.shape, generator=generator) for name, w in state.items()}
-    return build_decoder(tiny_config(family), state, batch_invariant=batch_invariant)
+    if rounding is not None:
+        state = rounded_state(state, rounding)
+    return build_decoder(tiny_config(family, **options), state, batch_invariant=batch_invariant)
 
 
 @cache
-def fresh_prefill(family: str = "llama", noise: float = 0.0) -> FreshPrefill:
+def fresh_prefill(family: str = "llama", noise: float = 0.0, rounding: Rounding | None = None) -> FreshPrefill:
     """Of the target model in batch-invariant mode; shared, because prefills are what these tests spend time on."""
-    return FreshPrefill(target_model(family, noise=noise).model)
+    return FreshPrefill(target_model(family, noise=noise, rounding=rounding).model)
 
 
 @cache

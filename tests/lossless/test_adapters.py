@@ -1,20 +1,31 @@
 """Identity with adapters: through the gateway's loop, with a draft of the base and a target that swaps its adapters,
 sequences of several adapters and of none emit the very tokens of plain decoding, greedy and coupled, at the first
-attempt."""
+attempt; on weights in 8 and 4 bits, too, which draft for themselves."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lossless.identity import MAX_UNREAD, Services, serving
-from lossless.plain import Arithmetic, Prompt, draft_model, hf_model, make_prompt, target_model
+from lossless.plain import (
+    Arithmetic,
+    Prompt,
+    Weights,
+    draft_model,
+    hf_model,
+    make_prompt,
+    rounded_draft,
+    target_model,
+)
 from support.adapters import save_adapter
 from support.engines import TargetHarness
 from support.models import tiny_state
+from support.proofs import mostly_long
 
 from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
@@ -60,15 +71,20 @@ async def decoded(services: Services, name: str, prompt: Prompt, policy: Policy)
     return ids, sum(closed.commit.num_accepted for closed in rounds)
 
 
-@pytest.mark.parametrize("mode", POLICIES)
-@pytest.mark.parametrize("coupled", [False, True], ids=["greedy", "coupled"])
-async def test_tokens_are_plain_decodings(folders: dict[str, Path], coupled: bool, mode: str) -> None:
-    target = target_model(Arithmetic.C)
+CASES = list(product(("float32", "int8", "int4"), (False, True), POLICIES))
+SHORT = [case for case in CASES if case[0] == "float32" or case[1] == (case[0] == "int4") == (case[2] == "branches")]
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, SHORT), ids=lambda case: "-".join(map(str, case)))
+async def test_tokens_are_plain_decodings(folders: dict[str, Path], case: tuple[Weights, bool, str]) -> None:
+    weights, coupled, mode = case
+    target = target_model(Arithmetic.C, weights)
+    draft = draft_model() if weights == "float32" else rounded_draft(weights)
     prompts = [(NAMES[n % 4], make_prompt(n % 3, coupled, NUM_TOKENS)) for n in range(8)]  # some have equal texts
     expected = plain(target, folders, prompts)
     options: dict[str, Any] = {"adapter": [f"{name}={folder}" for name, folder in folders.items()], "max_adapters": 2}
     sizes: Any = {"num_blocks": 60, "draft_blocks": 200, "max_rows": 40, "cut_windows": True}
-    async with asyncio.timeout(120), serving(target, draft_model(), {}, **sizes, **options) as services:
+    async with asyncio.timeout(120), serving(target, draft, {}, **sizes, **options) as services:
         done = await asyncio.gather(*(decoded(services, *prompt, POLICIES[mode]) for prompt in prompts))
         await services.check_blocks()
         assert services.target.engine.adapters.num_swaps >= 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from support.engines import COUPLED, REJECTION, TargetHarness, opened, oracle
 from support.fakes import ToyDraft, ToyTarget, scripted
 from support.models import save_tiny, train_byte_level
 
+from outrider.engine.quantized.rounding import Rounding
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.messages import Close, Commit, Open
@@ -121,9 +123,15 @@ async def test_scenario_23_usage_counts_what_was_streamed(tokenizer: Tokenizer) 
     assert not wrong
 
 
-SHORT = [(1, 1), (1, 8), (2, 4), (5, 2), (8, 7), (16, 3), (33, 5), (64, 6)]
+ROUNDINGS: tuple[Rounding | None, ...] = (None, "int8", "int4")
+SHORT = [
+    (1, 1, None), (1, 8, "int4"), (2, 4, "int8"), (5, 2, None), (8, 7, "int4"), (16, 3, "int8"), (33, 5, None),
+    (64, 6, "int4"),
+]  # fmt: skip
 LONG = [
-    pytest.param(b, k, marks=pytest.mark.slow) for b in (1, 2, 8, 16, 64) for k in range(1, 9) if (b, k) not in SHORT
+    pytest.param(*row, marks=pytest.mark.slow)
+    for row in product((1, 2, 8, 16, 64), range(1, 9), ROUNDINGS)
+    if row not in SHORT
 ]
 PROBES = 5
 
@@ -137,22 +145,17 @@ def probes() -> list[Open]:
     ]
 
 
-@pytest.fixture(scope="module")
-def probe_outputs() -> dict[int, list[int]]:
+@cache
+def probe_outputs(rounding: Rounding | None) -> dict[int, list[int]]:
     """Alone, and decoded plainly."""
-    return plain_outputs(target_model(), probes())
+    return plain_outputs(target_model(rounding=rounding), probes())
 
 
-@pytest.mark.parametrize(("batch", "k"), [*SHORT, *LONG])
-def test_scenario_24_a_seeds_output_depends_on_nothing_else(
-    batch: int, k: int, probe_outputs: dict[int, list[int]]
-) -> None:
+@pytest.mark.parametrize(("batch", "k", "rounding"), [*SHORT, *LONG])
+def test_scenario_24_a_seeds_output_depends_on_nothing_else(batch: int, k: int, rounding: Rounding | None) -> None:
     """24: the output of a seed depends on the batch, the order in it, or k. Greedy and coupled sequences among others,
-    in any order, with drafts that hold for a while."""
-    check_batch(batch, k, probe_outputs)
-
-
-def check_batch(batch: int, k: int, expected: dict[int, list[int]]) -> None:
+    in any order, with drafts that hold for a while; with weights in few bits, too."""
+    expected = probe_outputs(rounding)
     rng = random.Random(100 * batch + k)
     mine = rng.sample(probes(), min(batch, PROBES))
     others = [
@@ -163,7 +166,7 @@ def check_batch(batch: int, k: int, expected: dict[int, list[int]]) -> None:
     drafts = {
         r.sequence_id: oracle(expected.get(r.sequence_id, [1] * 20), len(r.prompt_ids), rng, hit=0.8) for r in requests
     }
-    outputs = run_rounds(TargetHarness.of(target_model(), num_blocks=400), requests, drafts, k)
+    outputs = run_rounds(TargetHarness.of(target_model(rounding=rounding), num_blocks=400), requests, drafts, k)
     for request in mine:
         assert outputs[request.sequence_id] == expected[request.sequence_id]
 

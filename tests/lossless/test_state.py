@@ -49,7 +49,9 @@ from support.engines import (
     oracle,
 )
 from support.environment import SEED
+from support.proofs import on_a_diagonal
 
+from outrider.engine.quantized.rounding import Rounding
 from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.rpc.messages import Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
@@ -92,12 +94,14 @@ def test_keys_and_values_are_a_fresh_prefills_to_the_bit(mode: str, k: int, room
     assert (target.num_preempted > 0) == (room != "roomy")
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_keys_and_values_of_other_families(family: str) -> None:
-    """With a sliding window, biases and normalised keys."""
-    harness, requests = TargetHarness.of(target_model(family)), requests_of("greedy", max_tokens=18)
-    reference = plain_outputs(target_model(family), requests)
-    inspector = Inspector(harness, fresh_prefill(family), requests)
+@pytest.mark.parametrize(
+    ("family", "rounding"), on_a_diagonal(["mistral", "qwen2", "qwen3", "llama"], [None, "int8", "int4"])
+)
+def test_keys_and_values_of_other_families(family: str, rounding: Rounding | None) -> None:
+    """With a sliding window, biases and normalised keys; and of weights in few bits."""
+    model, requests = target_model(family, rounding=rounding), requests_of("greedy", max_tokens=18)
+    harness, reference = TargetHarness.of(model), plain_outputs(model, requests)
+    inspector = Inspector(harness, fresh_prefill(family, rounding=rounding), requests)
     drafts = {
         r.sequence_id: oracle(reference[r.sequence_id], len(r.prompt_ids), random.Random(r.sequence_id))
         for r in requests

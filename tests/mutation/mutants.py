@@ -16,6 +16,11 @@ class Mutant:
     line: str  # as it stands there, once
     instead: str
 
+    @property
+    def is_python(self) -> bool:
+        """Else it is C."""
+        return self.file.endswith(".py")
+
     def applied(self, text: str) -> str:
         """The file's text with the fault in it."""
         return text.replace(self.line, self.instead, 1)
@@ -55,6 +60,10 @@ CORE = "gateway/outrider/gateway/speculation/core.py"
 SCHEDULER = "target_service/outrider/target_service/scheduler.py"
 STEPS = "target_service/outrider/target_service/steps.py"
 DEVICE_VERIFIER = "target_service/outrider/target_service/device_verifier.py"
+PACKED = "kernels/outrider/kernels/cpu/packed.h"
+PACKING = "kernels/outrider/kernels/cpu/packed.py"
+INTEGERS = "engine/outrider/engine/quantized/numbers.py"
+LOADER = "engine/outrider/engine/loader.py"
 
 # Three lines a mutant: where it is and what finds it, the line, the fault.
 # fmt: off
@@ -398,5 +407,32 @@ MUTANTS = (
     Mutant(TARGET_ENGINE, "tests/target_service/test_steps.py::test_commands_are_taken_while_windows_are_judged",
            "            self.scheduler.roll_back(one for one in launched.step.scheduled if one.stands)\n",
            ""),
+    Mutant(PACKING, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "    yield given.scales\n",
+           "    yield given.scales.roll(1, dims=1)\n"),
+    Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "                                             step->scales[first + part], at);",
+           "                                             step->scales[0], at);"),
+    Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "zeros = from_bytes((const int8_t *)from + at) + all(128.0f);",
+           "zeros = all(128.0f);"),
+    Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "    for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(kind)) {",
+           "    for (int64_t k = 0; k + STEP_IN < inputs; k += STEP_IN, panel += code_bytes(kind)) {"),
+    Mutant(PACKED, "tests/kernels/test_packed.py::test_rows_have_the_bits_that_they_have_alone",
+           "        if (rows * VECTORS <= 4) {",
+           "        if (rows > 1) {\n            add_parts(kind, rows, 1, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n            add_parts(kind, rows, 0, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n        } else if (rows * VECTORS <= 4) {"),
+    Mutant(PACKED, "tests/lossless/test_law_in_few_bits.py::test_windows_have_the_bits_of_plain_decoding",
+           "        if (rows * VECTORS <= 4) {",
+           "        if (rows > 1) {\n            add_parts(kind, rows, 1, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n            add_parts(kind, rows, 0, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n        } else if (rows * VECTORS <= 4) {"),
+    Mutant(INTEGERS, "tests/engine/test_quantized.py::test_a_last_group_that_is_not_whole",
+           "return torch.arange(self.codes.shape[1]) // self.group",
+           "return (torch.arange(self.codes.shape[1]) // self.group).clamp(max=self.codes.shape[1] // self.group - 1)"),
+    Mutant(INTEGERS, "tests/engine/test_quantized.py::test_a_last_group_that_is_not_whole",
+           "if self.group_of is not None or self.codes.shape[1] % self.group or beyond:",
+           "if self.group_of is not None or beyond:"),
+    Mutant(LOADER, "tests/lossless/test_statistics_in_few_bits.py::test_tokens_follow_the_law_of_their_numbers",
+           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)",
+           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, \"int4\")"),
 )
 # fmt: on

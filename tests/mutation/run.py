@@ -24,14 +24,14 @@ FAILED = 1  # pytest's status where a test failed; others say that none ran
 TIMEOUT_S = 1800  # of one run: of a mutant, or of all tests without one; a test that hangs has its own
 
 
-def run_in(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_in(copy: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Python, with that copy's roots before what is installed."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join(str(part.parent) for part in sorted(copy.glob("*/outrider")))
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=copy,
-        env=os.environ | quiet | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path},
+        env=os.environ | quiet | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -46,7 +46,8 @@ def copied(folder: Path) -> Path:
 
 def ask_path(copy: Path) -> None:
     """RuntimeError if what the mutants are in is not what a copy's tests import."""
-    modules = sorted({mutant.file.split("/", 1)[1].removesuffix(".py").replace("/", ".") for mutant in MUTANTS})
+    files = {mutant.file.split("/", 1)[1] for mutant in MUTANTS if mutant.is_python}
+    modules = sorted(file.removesuffix(".py").replace("/", ".") for file in files)
     asked = f"import importlib; print(*(importlib.import_module(name).__file__ for name in {modules}), sep='\\n')"
     done = run_in(copy, "-c", asked)
     elsewhere = [file for file in done.stdout.splitlines() if not Path(file).is_relative_to(copy)]
@@ -54,21 +55,22 @@ def ask_path(copy: Path) -> None:
         raise RuntimeError(f"imported from elsewhere: {elsewhere}\n{done.stderr}")
 
 
-def failing(copy: Path, *tests: str) -> list[str]:
+def failing(copy: Path, *tests: str, **environment: str) -> list[str]:
     """What fails of the tests, or other arguments, in that copy of the tree, in one run. RuntimeError if none ran."""
-    done = run_in(copy, "-m", "pytest", "-q", "-n0", "-rfE", "-p", "no:cacheprovider", *tests)
+    done = run_in(copy, "-m", "pytest", "-q", "-n0", "-rfE", "-p", "no:cacheprovider", *tests, **environment)
     if done.returncode not in (0, FAILED):
         raise RuntimeError(f"{tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
 
 
 def survives(copy: Path, mutant: Mutant) -> bool:
-    """Puts the mutant into the copy, and takes it out again."""
-    file = copy / mutant.file
+    """Puts the mutant into the copy, and takes it out again. A fault of the C kernels, which are compiled then, stays
+    out of the user's cache."""
+    file, apart = copy / mutant.file, {} if mutant.is_python else {"XDG_CACHE_HOME": str(copy / ".cache")}
     text = file.read_text(encoding="utf-8")
     file.write_text(mutant.applied(text), encoding="utf-8")
     try:
-        return not failing(copy, "-x", mutant.killed_by)
+        return not failing(copy, "-x", mutant.killed_by, **apart)
     finally:
         file.write_text(text, encoding="utf-8")
 

@@ -23,7 +23,8 @@ def functions_of(file: str) -> set[str]:
 def test_it_can_be_made(mutant: Mutant) -> None:
     text = (REPOSITORY / mutant.file).read_text(encoding="utf-8")
     assert text.count(mutant.line) == 1 and mutant.applied(text) != text
-    ast.parse(mutant.applied(text))
+    if mutant.is_python:
+        ast.parse(mutant.applied(text))
     file, name = mutant.killed_by.split("::")
     assert name.partition("[")[0] in functions_of(file)
 

@@ -1,10 +1,14 @@
-"""Random quantised matrices of every kind."""
+"""Random quantised matrices of every kind, and checkpoints whose products are stored in few bits."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from outrider.engine.quantized.rounding import Rounding, quantization_config, round_to_nearest, stored_parts
+from outrider.engine.quantized.state import QuantizedTensors, layout_of
 from outrider.gguf.header import KINDS
 from outrider.kernels.quantized.blocks import QUANTIZED_KINDS, quantized_blocks
 from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
@@ -52,3 +56,15 @@ def by_groups(
     form = Form(bits, span, dtype, zero=zero, has_zeros=has_zeros)
     whole = Codes(codes, scales, zeros=zeros)
     return QuantizedMatrix(form, (outputs, inputs), lambda start, end: whole[start:end])
+
+
+def rounded_state(state: Mapping[str, Tensor], rounding: Rounding, group: int = 32) -> QuantizedTensors:
+    """These tensors as `outrider model convert --quantize` stores them, and as they are read again."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        parts = stored_parts(round_to_nearest(tensor, rounding, group))
+        stored |= {f"{name.removesuffix('.weight')}.{part}": numbers for part, numbers in parts.items()}
+    return QuantizedTensors(layout_of(quantization_config(rounding, group, ["lm_head"])), stored)

@@ -15,11 +15,14 @@ import torch
 from safetensors.torch import load_file
 from support.engines import COUPLED, VOCAB, opened
 from support.fakes import until
-from support.heads import METHODS, SHAPES, save_head
+from support.heads import METHODS, SHAPES, random_head_of, save_head
 from support.models import save_tiny, tiny_hf_model
+from support.proofs import on_a_diagonal
 
+from outrider.cli.quantize import quantize
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.quantized.rounding import Rounding
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.pairs.expansion import expand_llama
@@ -48,9 +51,10 @@ def saved_head(method: str, folder: Path, **changes: Any) -> Path:
     return save_head(folder, config | changes, tensors)
 
 
-def saved_mimo(folder: Path) -> Path:
+def saved_mimo(folder: Path, **options: Any) -> Path:
     """A model as MiMo's, with its MTP layer among its own tensors."""
-    own, head = save_tiny(folder / "own", "qwen2", tie_word_embeddings=False), saved_head("mtp", folder / "head")
+    own = save_tiny(folder / "own", "qwen2", tie_word_embeddings=False, **options)
+    head = random_head_of(own, "mtp", folder / "head")
     config = json.loads((own / "config.json").read_text()) | {"model_type": "mimo", "num_nextn_predict_layers": 1}
     tensors = load_file(own / "model.safetensors") | load_file(head / "model.safetensors")
     return save_head(folder / "whole", config | {"architectures": ["MiMoForCausalLM"]}, tensors)
@@ -108,6 +112,24 @@ async def test_the_service_offers_its_head_and_says_what_drafting_took(
         assert sum(commit.num_drafted for commit in commits[number]) >= 10
         assert all((commit.timings.draft_us > 0) == (commit.num_drafted > 0) for commit in commits[number])
     assert all(commit.num_drafted == commit.timings.draft_us == 0 for commit in commits[3])
+
+
+@pytest.mark.parametrize(("method", "rounding"), on_a_diagonal(METHODS, ["int8", "int4"]))
+async def test_a_head_beside_a_checkpoint_in_few_bits(method: str, rounding: Rounding, tmp_path: Path) -> None:
+    """As it is converted, an MTP layer among its tensors included."""
+    sizes: dict[str, Any] = {"intermediate_size": 128}  # packed products have inputs by 32
+    source = saved_mimo(tmp_path, **sizes) if method == "mtp" else save_tiny(tmp_path / "tiny", **sizes)
+    model = tmp_path / rounding
+    assert list(quantize(source, model, rounding, 32))
+    head = model if method == "mtp" else saved_head(method, tmp_path / "head")
+    requests = [
+        opened(1, range(3, 21), max_tokens=16, ignore_eos=True, method=method),
+        opened(2, range(5, 30), max_tokens=16, ignore_eos=True, method=method, temperature=1.0, acceptance=COUPLED),
+    ]
+    _, commits = await served(settings_of(model, head), requests)
+    _, plain = await served(settings_of(model, None), requests)
+    assert {n: tokens(found) for n, found in commits.items()} == {n: tokens(found) for n, found in plain.items()}
+    assert all(sum(commit.num_drafted for commit in found) >= 10 for found in commits.values())
 
 
 async def test_a_target_without_a_head_offers_none_and_decodes_plainly(folder: Path) -> None:
