@@ -52,3 +52,14 @@ def by_groups(
     form = Form(bits, span, dtype, zero=zero, has_zeros=has_zeros)
     whole = Codes(codes, scales, zeros=zeros)
     return QuantizedMatrix(form, (outputs, inputs), lambda start, end: whole[start:end])
+
+
+def small_floats(
+    outputs: int, inputs: int, span: int, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> QuantizedMatrix:
+    """Floats of 8 bits with a scale a span."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = (torch.rand(outputs, inputs // span, generator=generator) * 0.1).to(dtype)
+    whole = Codes(codes, scales)
+    return QuantizedMatrix(Form(8, span, dtype, floats=True), (outputs, inputs), lambda start, end: whole[start:end])

@@ -27,6 +27,7 @@ class Form:
     zero: int = 0  # the code that stands for 0
     has_zeros: bool = False  # each span its own, in its place
     table: tuple[int, ...] = ()  # what the sixteen codes of 4 bits stand for, if not for themselves
+    floats: bool = False  # codes of 8 bits are floats (e4m3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,9 @@ def decode_codes(form: Form, given: Codes) -> Tensor:
     """The numbers of these rows, [rows, in] float32."""
     rows, width = given.codes.shape
     if form.table:
-        numbers = torch.tensor(form.table, dtype=torch.float32)[given.codes.long()]
+        numbers = torch.tensor(form.table, dtype=torch.float32, device=given.codes.device)[given.codes.long()]
+    elif form.floats:
+        numbers = given.codes.view(torch.float8_e4m3fn).float()
     else:
         numbers = given.codes.float() - form.zero
     if given.zeros is not None:
