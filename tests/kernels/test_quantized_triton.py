@@ -1,4 +1,4 @@
-"""Products with packed weights by Triton: values against the numbers in float64, and bits that depend on the row alone."""
+"""Products with packed weights by Triton: against the numbers in float64, and bits that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.kernels import poisoned, poisoned_allocations
-from support.quantized import BLOCKS, by_groups, matrix_of, random_blocks, small_floats
+from support.quantized import by_groups, matrix_of, random_blocks, small_floats
 from torch import Tensor
 
 from outrider.kernels.quantized.blocks import QUANTIZED_KINDS

@@ -1,8 +1,9 @@
-"""Quantised matrices as the Triton kernels read them: by inputs, so that what lies together is of neighbouring outputs,
-which a tile of a product takes together. Codes keep their 4, 5, 6 or 8 bits, scales and minima their type.
+"""Quantised matrices as the Triton kernels read them: a block of inputs of all outputs, then the next, so that what a tile
+of a product takes lies together. Codes keep their 4, 5, 6 or 8 bits, scales and minima their type.
 
-Steps of 32 inputs are halves of 16. Below 8 bits byte j of a step has the lower four bits of inputs j and 16 + j; what
-is above them lies apart, 4 bytes a step of 5 bits and 8 of 6."""
+A block is 128 inputs in eight turns of 16. Of 4 to 6 bits word j of an output has the lower four bits of input j of each
+turn, the first turn's lowest; what is above them lies apart in the same order, eight times one or two bits. Of 8 bits
+there are two words, of four turns each."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix, decode_codes
-from outrider.kernels.quantized.reference import MXFP4_VALUES, NIBBLE
+from outrider.kernels.quantized.reference import MXFP4_VALUES
 
-STEP, HALF = 32, 16  # inputs
-BLOCK_IN = 128  # inputs are filled up to a multiple of it
-TILE_OUT = 64  # outputs, too
+TURN, STEP, BLOCK = 16, 32, 128  # inputs, which are filled up to whole blocks
+TILE_OUT = 64  # outputs are filled up to a multiple of it
+UPPER = {5: torch.uint8, 6: torch.int16}  # what holds eight times the bits above the fourth
 CHUNK = 1 << 22  # numbers that are laid out at a time
 
 
@@ -27,8 +28,8 @@ class PackedMatrix:
 
     form: Form
     shape: tuple[int, int]
-    codes: Tensor  # [inputs / 2, columns] uint8, or [inputs, columns] of 8 bits
-    upper: Tensor | None  # [inputs * bits above the fourth / 8, columns] uint8, of 5 and 6 bits
+    codes: Tensor  # [blocks, columns, 16] int32, or [2 * blocks, columns, 16] of 8 bits
+    upper: Tensor | None  # [blocks, columns, 16], uint8 of 5 bits, int16 of 6
     scales: Tensor  # [spans, columns] of the form's dtype
     minima: Tensor | None  # the same
     part_scales: Tensor | None  # [parts, columns] int8
@@ -48,8 +49,8 @@ class PackedMatrix:
 def can_pack(matrix: QuantizedMatrix) -> bool:
     """Whether the kernels take it; what they do not take is decoded."""
     form, inputs = matrix.form, matrix.shape[1]
-    whole = inputs % form.span == 0 and (form.span == HALF or form.span % STEP == 0)
-    parts = form.part in (0, HALF) or form.part % STEP == 0
+    whole = inputs % form.span == 0 and (form.span == TURN or form.span % STEP == 0)
+    parts = form.part in (0, TURN) or form.part % STEP == 0
     return (form.span == inputs or whole) and parts and form.bits in (4, 5, 6, 8) and form.table in ((), MXFP4_VALUES)
 
 
@@ -63,7 +64,7 @@ def pack(matrix: QuantizedMatrix, device: torch.device) -> PackedMatrix:
         if packed is None:
             packed = _empty(form, matrix.shape, some, device)
         for name, part in some.items():
-            getattr(packed, name)[:, start:end].copy_(part.T)
+            getattr(packed, name)[:, start:end].copy_(part.transpose(0, 1))
     if packed is None:
         raise ValueError(f"a matrix of shape {matrix.shape}; allowed: one that has outputs")
     return packed
@@ -77,8 +78,10 @@ def unpack(packed: PackedMatrix) -> Tensor:  # -> [out, in] float32
     def rows(part: Tensor | None, size: int) -> Tensor | None:  # [n, columns] -> [out, inputs / size]
         return None if part is None else part.T[:outputs, : inputs // size].contiguous()
 
-    lower, upper = packed.codes.T[:outputs], None if packed.upper is None else packed.upper.T[:outputs]
-    codes = _codes_of(form.bits, lower, upper)[:, :inputs].contiguous()
+    codes = _apart(packed.codes, 8 if form.bits == 8 else 4)
+    if packed.upper is not None:
+        codes |= _apart(packed.upper, form.bits - 4) << 4
+    codes = codes[:outputs, :inputs].contiguous()
     scales = packed.scales.T[:outputs, : inputs // form.span].contiguous()
     minima, zeros = rows(packed.minima, form.span), rows(packed.zeros, form.span)
     of_parts = rows(packed.part_scales, form.part), rows(packed.part_minima, form.part)
@@ -89,18 +92,19 @@ def _empty(form: Form, shape: tuple[int, int], some: dict[str, Tensor], device: 
     columns = _filled(shape[0], TILE_OUT)
     parts: dict[str, Tensor | None] = {field.name: None for field in fields(PackedMatrix)[2:]}
     for name, part in some.items():
-        parts[name] = torch.zeros(part.shape[1], columns, dtype=part.dtype, device=device)
+        parts[name] = torch.zeros(part.shape[1], columns, *part.shape[2:], dtype=part.dtype, device=device)
     return PackedMatrix(form, shape, **parts)  # type: ignore[arg-type]
 
 
-def _laid_out(form: Form, given: Codes) -> dict[str, Tensor]:  # [rows, n] each
+def _laid_out(form: Form, given: Codes) -> dict[str, Tensor]:  # [rows, n] or [rows, n, 16] each
     """By the names of PackedMatrix's parts."""
     width = given.codes.shape[1]
-    inputs = _filled(width, BLOCK_IN)
+    inputs = _filled(width, BLOCK)
     codes = F.pad(given.codes, (0, inputs - width))
-    found = {"codes": _lower(codes) if form.bits < 8 else codes}
-    if form.bits in (5, 6):
-        found["upper"] = _upper(codes, form.bits - 4)
+    lower = 8 if form.bits == 8 else 4
+    found = {"codes": _together(codes & ((1 << lower) - 1), lower, torch.int32)}
+    if form.bits > lower:
+        found["upper"] = _together(codes >> lower, form.bits - lower, UPPER[form.bits])
     by_span = {"scales": given.scales, "minima": given.minima, "zeros": given.zeros}
     by_part = {"part_scales": given.part_scales, "part_minima": given.part_minima}
     for names, size in ((by_span, form.span), (by_part, form.part)):
@@ -115,32 +119,17 @@ def _filled(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _lower(codes: Tensor) -> Tensor:  # [rows, inputs] uint8 -> [rows, inputs / 2] uint8
-    halves = (codes & NIBBLE).unflatten(1, (-1, 2, HALF))  # [rows, steps, 2, 16]
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+def _together(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """codes: [rows, inputs] uint8, of so many bits -> [rows, words of 16 turns, 16] of the type that they fill."""
+    turns = codes.view(len(codes), -1, dtype.itemsize * 8 // bits, TURN)  # [rows, words, turns, 16]
+    words = torch.zeros(len(codes), turns.shape[1], TURN, dtype=torch.int32)
+    for turn in range(turns.shape[2]):
+        words |= turns[:, :, turn].int() << turn * bits
+    return words.to(dtype)  # of which it keeps the last bits
 
 
-def _upper(codes: Tensor, bits: int) -> Tensor:
-    """codes: [rows, inputs] uint8 -> [rows, inputs * bits / 8] uint8: byte j of a step has the upper bits of the inputs
-    that are j more than a multiple of its bytes, the first half's in its lower four."""
-    size = STEP * bits // 8  # bytes of a step
-    places = (codes >> 4).unflatten(1, (-1, 2, HALF // size, size))  # [rows, steps, 2, places, size]
-    return (places << _shifts(bits, codes.device)).sum((2, 3), dtype=torch.uint8).flatten(1)
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:  # [2, places, 1] uint8
-    per_half = torch.arange(0, 4, bits, dtype=torch.uint8, device=device)
-    return torch.stack([per_half, per_half + 4])[..., None]
-
-
-def _codes_of(bits: int, lower: Tensor, upper: Tensor | None) -> Tensor:
-    """[outputs, bytes] uint8 each -> [outputs, inputs] uint8."""
-    if bits == 8:
-        return lower
-    bytes_of = lower.unflatten(1, (-1, 1, HALF))
-    codes = torch.cat([bytes_of & NIBBLE, bytes_of >> 4], dim=2).flatten(1)
-    if upper is None:
-        return codes
-    size = STEP * (bits - 4) // 8
-    spread = upper.unflatten(1, (-1, 1, 1, size)) >> _shifts(bits - 4, upper.device) & ((1 << bits - 4) - 1)
-    return codes | spread.flatten(1) << 4
+def _apart(words: Tensor, bits: int) -> Tensor:
+    """[blocks, columns, 16] of some type -> [columns, inputs] uint8: what `_together` put there."""
+    places = torch.arange(0, words.dtype.itemsize * 8, bits, device=words.device)
+    turns = words.transpose(0, 1)[:, :, None].int() >> places[:, None] & ((1 << bits) - 1)  # [columns, words, turns, 16]
+    return turns.to(torch.uint8).flatten(1)

@@ -1,6 +1,6 @@
 """Products with packed weights on an accelerator. Codes become numbers in registers and multiply as they are: integers
-of 8 bits and floats of 4 and 8 are exact in every type that rows have. Sums are float32; those of the inputs that share a
-scale are multiplied with it, so no weight is ever rounded.
+of 8 bits and floats of 4 and 8 are exact in every type that rows have. Sums are float32; that of the inputs which share
+a scale is multiplied with it, so no weight is ever rounded.
 
 A program has a tile of rows and of outputs, and a part of the inputs, whose steps it adds up in order; the parts are
 added in order by a second kernel, so that few outputs fill the device, too. How many there are follows from the matrix
@@ -9,6 +9,7 @@ alone. In batch-invariant mode a tile has one size, and a row the bits that it h
 # mypy: allow-untyped-decorators, disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.quantized.packed import BLOCK_IN, HALF, STEP, TILE_OUT, PackedMatrix
+from outrider.kernels.quantized.packed import BLOCK, TILE_OUT, TURN, PackedMatrix
 
 FEW_ROWS, MANY_ROWS = 16, 64  # of a tile; up to the first many, and in batch-invariant mode, it is the first
 PROGRAMS = 512  # of a tile of rows: as many as fill a large device a few times
-LEAST_BLOCKS = 8  # of BLOCK_IN inputs, that a program adds up
+LEAST_BLOCKS = 8  # of BLOCK inputs, that a program adds up
 MOST_PARTS = 8
 WHOLE_ROW = 1 << 30  # inputs that share a scale where all do: one binary for every width
 INTEGERS, FLOATS_OF_4, FLOATS_OF_8, NATIVE_FLOATS_OF_8 = 0, 1, 2, 3
@@ -42,7 +43,7 @@ def linear(
     out = x.new_empty(num_rows, num_out) if out is None else out
     if num_rows == 0:
         return out
-    blocks = triton.cdiv(width, BLOCK_IN)
+    blocks = triton.cdiv(width, BLOCK)
     num_parts = parts_of(num_out, blocks)
     few = batch_invariant or num_rows <= FEW_ROWS
     tile = FEW_ROWS if few else MANY_ROWS
@@ -54,7 +55,7 @@ def linear(
         sums, x, *_tensors(weight), bias if num_parts == 1 else None,
         num_rows, num_out, width, x.stride(0), sums.stride(-2), weight.codes.shape[1],
         blocks, triton.cdiv(blocks, num_parts), **_meaning(weight),
-        HALVES=HALF in (weight.form.span, weight.form.part), WIDEN=widen,
+        **_turns(weight), EVEN=width % BLOCK == 0, WIDEN=widen,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",  # "ieee" keeps half types off the tensor cores
         ROWS=tile, OUT=TILE_OUT, num_warps=4, num_stages=4,
     )  # fmt: skip
@@ -99,7 +100,14 @@ def _meaning(weight: PackedMatrix) -> dict[str, Any]:
     """What both kernels are compiled for."""
     form = weight.form
     span = WHOLE_ROW if form.span == weight.shape[1] else form.span
-    return {"KIND": _kind(weight), "BITS": form.bits, "SPAN": span, "PART": form.part or STEP, "ZERO": form.zero}
+    return {"KIND": _kind(weight), "BITS": form.bits, "SPAN": span, "PART": form.part or BLOCK, "ZERO": form.zero}
+
+
+def _turns(weight: PackedMatrix) -> dict[str, int]:
+    """Turns of a block that certainly share a span's and a part's numbers."""
+    form = weight.form
+    span = BLOCK if form.span == weight.shape[1] else gcd(form.span, BLOCK)
+    return {"SPAN_TURNS": span // TURN, "GROUP": gcd(form.part or span, span) // TURN}
 
 
 def _kind(weight: PackedMatrix) -> int:
@@ -112,81 +120,67 @@ def _kind(weight: PackedMatrix) -> int:
 
 
 @triton.jit
-def _of_codes(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """What codes, uint8, stand for before they are scaled, float32. An integer below 2^23 is the last bits of that power
-    of two plus itself, which takes no conversion. Floats become float16 numbers of the same digits, whose exponents are
-    less by as much as the types' biases differ."""
-    if KIND == 0:  # INTEGERS
-        return (codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-    if KIND == 1:  # FLOATS_OF_4, doubled
-        wide = codes.to(tl.uint16)
-        return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
-    if KIND == 3:  # NATIVE_FLOATS_OF_8
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    wide = codes.to(tl.uint16)
-    number = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), number)
+def _unsigned(words: tl.tensor) -> tl.tensor:
+    """PyTorch does little with unsigned words, so they are kept as integers with a sign."""
+    if words.dtype == tl.int32:
+        words = words.to(tl.uint32, bitcast=True)
+    if words.dtype == tl.int16:
+        words = words.to(tl.uint16, bitcast=True)
+    return words
 
 
 @triton.jit
-def _numbers(
-    of_spans: tl.tensor,  # [spans, columns]
-    of_parts: tl.tensor,  # [parts, columns] int8, or None
-    inputs: tl.tensor,
-    column: tl.tensor,
-    columns: tl.tensor,
-    SPAN: tl.constexpr,
-    PART: tl.constexpr,
-) -> tl.tensor:
-    """The scales, minima or zeros that these inputs have, float32."""
-    found = tl.load(of_spans + (inputs // SPAN).to(tl.int64) * columns + column).to(tl.float32)
-    if of_parts is not None:
-        found *= tl.load(of_parts + (inputs // PART).to(tl.int64) * columns + column).to(tl.float32)
+def _of_codes(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """What codes, uint32, stand for before they are scaled, float32. An integer is the last bits of 2^23 plus itself, which
+    takes no conversion. Floats become float16 numbers of the same digits, whose exponents are less by as much as the
+    types' biases differ."""
+    if KIND == 0:  # INTEGERS
+        found = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    elif KIND == 1:  # FLOATS_OF_4, doubled
+        half = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.uint16)
+        found = half.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
+    elif KIND == 2:  # FLOATS_OF_8
+        half = (((codes & 0x80) << 8) | ((codes & 0x7F) << 7)).to(tl.uint16)
+        found = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        found = tl.where((codes & 0x7F) == 0x7F, float("nan"), found)
+    else:  # NATIVE_FLOATS_OF_8
+        found = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return found
 
 
 @triton.jit
-def _zero(
-    zeros: tl.tensor,  # [spans, columns], or None
-    inputs: tl.tensor,
-    column: tl.tensor,
-    columns: tl.tensor,
-    SPAN: tl.constexpr,
-    ZERO: tl.constexpr,
+def _of_words(
+    words: tl.tensor,  # [16, outputs] uint32
+    upper: tl.tensor,  # [16, outputs], unsigned: what is above four bits, or None
+    zero: tl.tensor,  # [1, outputs]
+    TURN: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> tl.tensor:
-    """The codes that stand for 0."""
-    zero = tl.zeros(column.shape, tl.float32) + ZERO
-    if zeros is not None:
-        zero += _numbers(zeros, None, inputs, column, columns, SPAN, SPAN)
-    return zero
+    """What the codes of a turn stand for, as `_of_codes` says. Integers of whole nibbles stay at their place in the word,
+    if that is among the digits of a float32: then they are too large by a power of two."""
+    SIZE: tl.constexpr = 8 if BITS == 8 else 4
+    START: tl.constexpr = TURN % (32 // SIZE) * SIZE
+    MASK: tl.constexpr = (1 << SIZE) - 1
+    if KIND == 0 and BITS == SIZE:
+        SHIFT: tl.constexpr = 0 if START + SIZE <= 23 else 16 if BITS == 8 else 12
+        PLACE: tl.constexpr = START - SHIFT
+        POWER: tl.constexpr = 1 << PLACE
+        placed = ((words >> SHIFT) & (MASK << PLACE)) | 0x4B000000
+        found = placed.to(tl.float32, bitcast=True) * (1.0 / POWER) - (8388608.0 / POWER + zero)
+    else:
+        codes = (words >> START) & MASK
+        if upper is not None:
+            ABOVE: tl.constexpr = BITS - SIZE
+            codes |= ((upper.to(tl.uint32) >> (TURN * ABOVE)) & ((1 << ABOVE) - 1)) << SIZE
+        found = _of_codes(codes, zero, KIND)
+    return found
 
 
 @triton.jit
-def _codes_of_step(
-    codes: tl.tensor,
-    upper: tl.tensor,
-    step: tl.tensor,
-    place: tl.tensor,  # [16, outputs]: where the bytes of a step lie, which are as many as a half's inputs
-    column: tl.tensor,  # [outputs]
-    columns: tl.tensor,
-    BITS: tl.constexpr,
-) -> tl.tensor:
-    """Those of both halves of a step, [16, outputs] uint8 each."""
-    if BITS == 8:
-        start = codes + step.to(tl.int64) * 32 * columns
-        return tl.load(start + place), tl.load(start + 16 * columns + place)
-    both = tl.load(codes + step.to(tl.int64) * 16 * columns + place)
-    first, second = both & 15, both >> 4
-    if BITS > 4:
-        ABOVE: tl.constexpr = BITS - 4
-        index = tl.arange(0, 16)
-        spread = index % (4 * ABOVE)
-        above = tl.load(upper + step.to(tl.int64) * (4 * ABOVE) * columns + spread[:, None] * columns + column[None, :])
-        shift = (index // (4 * ABOVE) * ABOVE).to(tl.uint8)[:, None]
-        MASK: tl.constexpr = (1 << ABOVE) - 1
-        first |= ((above >> shift) & MASK) << 4
-        second |= ((above >> (shift + 4)) & MASK) << 4
-    return first, second
+def _times(numbers: tl.tensor, of_parts: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """A span's scales or minima times those of its parts, int8, if there are any."""
+    return numbers if of_parts is None else numbers * tl.load(of_parts + at).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one binary for every number of rows
@@ -207,14 +201,16 @@ def _product_kernel(
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     columns: tl.tensor,
-    blocks: tl.tensor,  # of BLOCK_IN inputs
+    blocks: tl.tensor,
     blocks_of_part: tl.tensor,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
     PART: tl.constexpr,
     ZERO: tl.constexpr,
-    HALVES: tl.constexpr,  # scales are of 16 inputs
+    SPAN_TURNS: tl.constexpr,  # of a block, that share a span's numbers
+    GROUP: tl.constexpr,  # turns that share a part's, too
+    EVEN: tl.constexpr,  # rows are whole blocks
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -224,49 +220,52 @@ def _product_kernel(
     column = tl.program_id(1) * OUT + tl.arange(0, OUT)
     part = tl.program_id(2)
     index = tl.arange(0, 16)
-    place = index[:, None] * columns + column[None, :]
+    place = index[:, None] + column[None, :] * 16
     is_row = (row < num_rows)[:, None]
     x_tile = x + row.to(tl.int64)[:, None] * x_stride + index[None, :]
     total = tl.zeros([ROWS, OUT], tl.float32)
-    for block in range(part * blocks_of_part, tl.minimum((part + 1) * blocks_of_part, blocks)):
-        for turn in tl.static_range(4):  # steps of a block
-            step = block * 4 + turn
-            inputs = step * 32
-            inside = (index < width - inputs)[None, :]
-            left = tl.load(x_tile + inputs, is_row & inside, 0.0)
-            inside = (index < width - inputs - 16)[None, :]
-            right = tl.load(x_tile + inputs + 16, is_row & inside, 0.0)
-            first, second = _codes_of_step(codes, upper, step, place, column, columns, BITS)
-            zero = _zero(zeros, inputs, column, columns, SPAN, ZERO)
-            first = _of_codes(first, zero[None, :], KIND)
-            if SPAN == 16:
-                zero = _zero(zeros, inputs + 16, column, columns, SPAN, ZERO)
-            second = _of_codes(second, zero[None, :], KIND)
+    first = part * blocks_of_part
+    for later in range(0, tl.minimum(blocks_of_part, blocks - first)):
+        block = first + later
+        at = block.to(tl.int64) * columns * 16
+        above = None if upper is None else _unsigned(tl.load(upper + at + place))
+        if BITS == 8:
+            words = _unsigned(tl.load(codes + 2 * at + place))
+            second = _unsigned(tl.load(codes + 2 * at + columns * 16 + place))
+        else:
+            words = _unsigned(tl.load(codes + at + place))
+        sums, whole = tl.zeros([ROWS, OUT], tl.float32), tl.zeros([ROWS, OUT], tl.float32)
+        for turn in tl.static_range(8):
+            inputs = block * 128 + turn * 16
+            inside = is_row if EVEN else is_row & (index < width - inputs)[None, :]
+            left = tl.load(x_tile + inputs, inside, 0.0)
+            if BITS == 8 and turn == 4:
+                words = second
+            if turn % SPAN_TURNS == 0:
+                span = (inputs // SPAN).to(tl.int64) * columns + column
+                scale, zero = tl.load(scales + span).to(tl.float32), tl.zeros([OUT], tl.float32) + ZERO
+                if zeros is not None:
+                    zero += tl.load(zeros + span).to(tl.float32)
+                if minima is not None:
+                    least = tl.load(minima + span).to(tl.float32)
             if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            first, second = first.to(left.dtype), second.to(left.dtype)
-            sums = tl.dot(left, first, input_precision=PRECISION)
-            scale = _numbers(scales, part_scales, inputs, column, columns, SPAN, PART)
-            if HALVES:
-                total += sums * scale[None, :]
-                scale = _numbers(scales, part_scales, inputs + 16, column, columns, SPAN, PART)
-                sums = tl.dot(right, second, input_precision=PRECISION)
-            else:
-                sums = tl.dot(right, second, sums, input_precision=PRECISION)
-            total += sums * scale[None, :]
-            if minima is not None:
-                less = _numbers(minima, part_minima, inputs, column, columns, SPAN, PART)
-                whole = tl.sum(left.to(tl.float32), 1)[:, None]
-                if HALVES:
-                    total -= whole * less[None, :]
-                    less = _numbers(minima, part_minima, inputs + 16, column, columns, SPAN, PART)
-                    whole = tl.zeros([ROWS, 1], tl.float32)
-                total -= (whole + tl.sum(right.to(tl.float32), 1)[:, None]) * less[None, :]
+                left = left.to(tl.float32)
+            right = _of_words(words, above, zero[None, :], turn, KIND, BITS).to(left.dtype)  # exact
+            sums = tl.dot(left, right, sums, input_precision=PRECISION)
+            if minima is not None:  # the sum of the inputs, where it is used: as a product with ones
+                whole = tl.dot(left, tl.full([16, OUT], 1.0, left.dtype), whole, input_precision=PRECISION)
+            if turn % GROUP == GROUP - 1:
+                of_part = (inputs // PART).to(tl.int64) * columns + column
+                total += sums * _times(scale, part_scales, of_part)[None, :]
+                sums = tl.zeros([ROWS, OUT], tl.float32)
+                if minima is not None:
+                    total -= whole * _times(least, part_minima, of_part)[None, :]
+                    whole = tl.zeros([ROWS, OUT], tl.float32)
     is_column = column < num_out
     if bias is not None:
         total += tl.load(bias + column, is_column, 0.0).to(tl.float32)[None, :]
-    at = (part.to(tl.int64) * num_rows + row)[:, None] * out_stride + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), is_row & is_column[None, :])
+    start = (part.to(tl.int64) * num_rows + row)[:, None] * out_stride
+    tl.store(out + start + column[None, :], total.to(out.dtype.element_ty), is_row & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -316,22 +315,22 @@ def _rows_kernel(
     inside = inputs < width
     inputs = tl.where(inside, inputs, 0)
     column = tl.load(ids + row).to(tl.int64)
-    step, index, second = inputs // 32, inputs % 16, inputs // 16 % 2
+    index, turn = inputs % 16, (inputs // 16 % 8).to(tl.uint32)
+    at = ((inputs // 128).to(tl.int64) * columns + column) * 16 + index
     if BITS == 8:
-        code = tl.load(codes + inputs.to(tl.int64) * columns + column)
+        word = tl.load(codes + ((inputs // 64).to(tl.int64) * columns + column) * 16 + index)
+        code = (_unsigned(word) >> (turn % 4 * 8)) & 255
     else:
-        both = tl.load(codes + (step * 16 + index).to(tl.int64) * columns + column)
-        code = (both >> (4 * second).to(tl.uint8)) & 15
-        if BITS > 4:
-            ABOVE: tl.constexpr = BITS - 4
-            at = step * (4 * ABOVE) + index % (4 * ABOVE)
-            above = tl.load(upper + at.to(tl.int64) * columns + column)
-            shift = (4 * second + index // (4 * ABOVE) * ABOVE).to(tl.uint8)
-            code |= ((above >> shift) & ((1 << ABOVE) - 1)) << 4
+        code = (_unsigned(tl.load(codes + at)) >> (turn * 4)) & 15
+    if upper is not None:
+        above = _unsigned(tl.load(upper + at)).to(tl.uint32)
+        code |= ((above >> (turn * (BITS - 4))) & ((1 << (BITS - 4)) - 1)) << 4
+    span = (inputs // SPAN).to(tl.int64) * columns + column
+    of_part = (inputs // PART).to(tl.int64) * columns + column
     zero = tl.zeros([TILE], tl.float32) + ZERO
     if zeros is not None:
-        zero += _numbers(zeros, None, inputs, column, columns, SPAN, SPAN)
-    number = _of_codes(code, zero, KIND) * _numbers(scales, part_scales, inputs, column, columns, SPAN, PART)
+        zero += tl.load(zeros + span).to(tl.float32)
+    number = _of_codes(code, zero, KIND) * _times(tl.load(scales + span).to(tl.float32), part_scales, of_part)
     if minima is not None:
-        number -= _numbers(minima, part_minima, inputs, column, columns, SPAN, PART)
+        number -= _times(tl.load(minima + span).to(tl.float32), part_minima, of_part)
     tl.store(out + row * width + inputs, number.to(out.dtype.element_ty), inside)
