@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.adapters import merged, save_adapter
 from support.models import SMALLEST, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.quantized import by_groups, matrix_of, random_blocks, small_floats
 from torch import Tensor
 
 from outrider.engine.adapters.loader import load_adapter
@@ -18,6 +19,9 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.products import PackedLinear
+from outrider.kernels.layers.reference import Linear
+from outrider.kernels.quantized.form import QuantizedMatrix
 
 LENGTH = 40
 TABLES = [[7, 2, 11], [3, 9, 0], [5, 1, 8]]
@@ -151,3 +155,87 @@ def test_ordinary_mode_has_other_bits(triton_device: torch.device) -> None:
         whole = in_chunks(runner, [LENGTH])
         same = all(torch.equal(in_chunks(runner, schedule), whole) for schedule in SCHEDULES.values())
         assert same == batch_invariant
+
+
+QUANTIZED: dict[str, tuple[str, Callable[[int, int, int], QuantizedMatrix]]] = {
+    "4 bits by 32": ("qwen3", lambda outputs, inputs, seed: by_groups(4, outputs, inputs, 32, torch.float16, seed=seed)),
+    "as GGUF files mix": ("llama", lambda outputs, inputs, seed: of_kind(seed % 4, outputs, inputs)),
+    "floats of 8 bits": ("gemma2", lambda outputs, inputs, seed: small_floats(outputs, inputs, inputs, seed=seed)),
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+
+
+def of_kind(index: int, outputs: int, inputs: int) -> QuantizedMatrix:
+    kind = ("Q8_0", "Q5_1", "MXFP4", "Q4_0")[index]
+    return matrix_of(kind, random_blocks(kind, outputs, inputs, index))
+
+
+class SomePacked(Mapping[str, Tensor]):
+    """Tensors of a checkpoint, of which the matrices have few bits, but for every `plain`th."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], make: Callable[[int, int, int], QuantizedMatrix], plain: int = 5
+    ) -> None:
+        matrices = [name for name, tensor in state.items() if tensor.dim() == 2]
+        self._matrices = {
+            name: make(*state[name].shape, index) for index, name in enumerate(matrices) if index % plain != plain - 1
+        }
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._matrices[name].decode() if name in self._matrices else self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        return self._matrices.get(name)
+
+
+def quantized(name: str, **options: Any) -> tuple[dict[str, Any], SomePacked]:
+    family, make = QUANTIZED[name]
+    sizes = {**WIDE, **options}
+    return tiny_config(family, **sizes), SomePacked(tiny_state(tiny_hf_model(family, **sizes)), make)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_packed_weights_compute_their_numbers(
+    name: str, triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest
+) -> None:
+    """Beside some that are plain, with tied and with other heads."""
+    config, state = quantized(name)
+    model = build_decoder(config, state, dtype="float32", device=triton_everywhere).model
+    ours = run(ModelRunner(model, num_blocks=12), STEPS["ragged"])
+    assert isinstance(model, Decoder) and model.embeddings is None
+    request.getfixturevalue("monkeypatch").undo()
+    with cpu_kernels("pytorch"):
+        plain = build_decoder(config, {each: state[each] for each in state})
+    torch.testing.assert_close(ours, run(ModelRunner(plain.model, num_blocks=12), STEPS["ragged"]), atol=1e-4, rtol=1e-4)
+    moved = build_decoder(config, SomePacked(state, QUANTIZED[name][1], plain=3), dtype="float32")
+    assert not torch.allclose(ours, run(ModelRunner(moved.model, num_blocks=12), STEPS["ragged"]), atol=1e-2)
+
+
+def test_packed_weights_have_batch_invariant_bits(triton_everywhere: torch.device) -> None:
+    config, state = quantized("as GGUF files mix")
+    model = build_decoder(config, state, dtype="float32", device=triton_everywhere, batch_invariant=True).model
+    runner = ModelRunner(model, num_blocks=12)
+    whole = in_chunks(runner, [LENGTH])
+    assert torch.equal(in_chunks(runner, SCHEDULES["fives"], beside=True), whole)
+    assert torch.equal(in_chunks(runner, [34, 1, 5]), whole)
+
+
+def test_packed_weights_take_the_memory_of_their_codes(triton_everywhere: torch.device) -> None:
+    """And a draft that is rounded to 8 bits is rounded from the numbers."""
+    config, state = quantized("4 bits by 32")
+    kept: list[int] = []
+    for int8 in (False, True):
+        parsed = parse_config(config)
+        model = Decoder(parsed, state, dtype=torch.bfloat16, device=triton_everywhere, int8=int8)
+        down = model._blocks[0]._block._down
+        assert isinstance(down, Linear if int8 else PackedLinear)
+        kept.append(down.matrix.num_bytes if isinstance(down, PackedLinear) else down.weight.nbytes)  # type: ignore[union-attr]
+    # 192 inputs fill 256
+    assert kept == [128 * 256 // 2 + 128 * 8 * 2, 128 * 192 * 2]

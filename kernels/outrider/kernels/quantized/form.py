@@ -5,8 +5,9 @@ A matrix of this kind is read a few rows at a time, so that whoever lays it out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,6 +54,14 @@ class Codes:
         )  # fmt: skip
 
 
+def _joined(parts: Sequence[Codes]) -> Codes:
+    """Of the same form, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Codes)}
+    return Codes(**{name: None if found[0] is None else torch.cat(found) for name, found in columns.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [out, in] as it is stored."""
@@ -88,6 +97,17 @@ class QuantizedMatrix:
             end = min(start + step, len(self))
             numbers[start:end] = decode_codes(self.form, self.read(start, end))
         return numbers
+
+
+def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Matrices of one form, and of rows of one length, one below the other."""
+    bounds = [*accumulate(map(len, matrices), initial=0)]
+
+    def read(start: int, end: int) -> Codes:
+        cut = ((max(start - bound, 0), min(end - bound, len(m)), m) for bound, m in zip(bounds, matrices, strict=False))
+        return _joined([matrix.read(first, last) for first, last, matrix in cut if first < last])
+
+    return QuantizedMatrix(matrices[0].form, (bounds[-1], matrices[0].shape[1]), read)
 
 
 def decode_codes(form: Form, given: Codes) -> Tensor:
