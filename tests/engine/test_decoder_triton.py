@@ -162,7 +162,10 @@ def test_ordinary_mode_has_other_bits(triton_device: torch.device) -> None:
 
 
 QUANTIZED: dict[str, tuple[str, Callable[[int, int, int], QuantizedMatrix]]] = {
-    "4 bits by 32": ("qwen2", lambda outputs, inputs, seed: by_groups(4, outputs, inputs, 32, torch.float16, seed=seed)),
+    "4 bits by 32": (
+        "qwen2",
+        lambda outputs, inputs, seed: by_groups(4, outputs, inputs, 32, torch.float16, seed=seed),
+    ),
     "as GGUF files mix": ("llama", lambda outputs, inputs, seed: of_kind(seed % 4, outputs, inputs)),
     "floats of 8 bits": ("gemma2", lambda outputs, inputs, seed: small_floats(outputs, inputs, inputs, seed=seed)),
 }
@@ -192,7 +195,9 @@ def test_packed_weights_compute_their_numbers(
     request.getfixturevalue("monkeypatch").undo()
     with cpu_kernels("pytorch"):
         plain = build_decoder(config, {each: state[each] for each in state})
-    torch.testing.assert_close(ours, run(ModelRunner(plain.model, num_blocks=12), STEPS["ragged"]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        ours, run(ModelRunner(plain.model, num_blocks=12), STEPS["ragged"]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_packed_weights_have_batch_invariant_bits(triton_everywhere: torch.device) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.engine import checkpoint
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.quantized.numbers import unpack
+from outrider.engine.quantized.numbers import SmallFloats, unpack
 from outrider.engine.quantized.rounding import Rounding
 from outrider.engine.quantized.state import QuantizedTensors, layout_of
 
@@ -119,6 +119,14 @@ def test_compressed_tensors_are_what_their_library_reads(kind: str) -> None:
     found = read(stored, said_of(form, weights))
     assert torch.equal(found, their_numbers(stored, form, weights).float())
     assert (found - weight).abs().max() < (0.5 if weights["num_bits"] == 4 else 0.15)
+
+
+def test_blocks_of_small_floats_that_fill_no_row_are_decoded() -> None:
+    floats, scales = random_weight().to(torch.float8_e4m3fn), torch.rand(3, 2)
+    assert SmallFloats(floats, scales, (16, 48)).matrix is None
+    assert SmallFloats(floats.to(torch.float8_e5m2), scales[:, :1], (16, 64)).matrix is None
+    whole = SmallFloats(floats, scales, (20, 32))  # the last block has fewer outputs
+    assert whole.matrix is not None and torch.equal(whole.matrix.decode(), whole.decode())
 
 
 def test_inputs_in_another_order_have_their_groups_scales() -> None:

@@ -45,13 +45,15 @@ class Codes:
     def __getitem__(self, chosen: Tensor | slice) -> Codes:
         """Of these rows."""
 
-        def part(numbers: Tensor | None) -> Tensor | None:
-            return None if numbers is None else numbers[chosen]
+        return self._each(lambda part: part[chosen])
 
-        return Codes(
-            self.codes[chosen], self.scales[chosen], part(self.minima), part(self.part_scales), part(self.part_minima),
-            part(self.zeros),
-        )  # fmt: skip
+    def on(self, device: torch.device) -> Codes:
+        """The same there."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return Codes(**{name: None if part is None else change(part) for name, part in parts})
 
 
 def _joined(parts: Sequence[Codes]) -> Codes:

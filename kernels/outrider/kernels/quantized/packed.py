@@ -1,9 +1,9 @@
-"""Quantised matrices as the Triton kernels read them: a block of inputs of all outputs, then the next, so that what a tile
-of a product takes lies together. Codes keep their 4, 5, 6 or 8 bits, scales and minima their type.
+"""Quantised matrices as the Triton kernels read them: a block of inputs of all outputs, then the next, so that what a
+tile of a product takes lies together. Codes keep their 4, 5, 6 or 8 bits, scales and minima their type.
 
-A block is 128 inputs in eight turns of 16. Of 4 to 6 bits word j of an output has the lower four bits of input j of each
-turn, the first turn's lowest; what is above them lies apart in the same order, eight times one or two bits. Of 8 bits
-there are two words, of four turns each."""
+A block is 128 inputs in eight turns of 16. Of 4 to 6 bits word j of an output has the lower four bits of input j of
+each turn, the first turn's lowest; what is above them lies apart in the same order, eight times one or two bits. Of
+8 bits there are two words, of four turns each."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
 
 
 def pack(matrix: QuantizedMatrix, device: torch.device) -> PackedMatrix:
-    """Takes little memory beside the result."""
+    """Lays a matrix out, on the device. Takes little memory beside the result."""
     form, (outputs, inputs) = matrix.form, matrix.shape
     step, packed = max(CHUNK // inputs, 1), None
     for start in range(0, outputs, step):
         end = min(start + step, outputs)
-        some = _laid_out(form, matrix.read(start, end))
+        some = _laid_out(form, matrix.read(start, end).on(device))
         if packed is None:
             packed = _empty(form, matrix.shape, some, device)
         for name, part in some.items():
@@ -122,7 +122,7 @@ def _filled(size: int, multiple: int) -> int:
 def _together(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """codes: [rows, inputs] uint8, of so many bits -> [rows, words of 16 turns, 16] of the type that they fill."""
     turns = codes.view(len(codes), -1, dtype.itemsize * 8 // bits, TURN)  # [rows, words, turns, 16]
-    words = torch.zeros(len(codes), turns.shape[1], TURN, dtype=torch.int32)
+    words = torch.zeros(len(codes), turns.shape[1], TURN, dtype=torch.int32, device=codes.device)
     for turn in range(turns.shape[2]):
         words |= turns[:, :, turn].int() << turn * bits
     return words.to(dtype)  # of which it keeps the last bits
@@ -131,5 +131,7 @@ def _together(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 def _apart(words: Tensor, bits: int) -> Tensor:
     """[blocks, columns, 16] of some type -> [columns, inputs] uint8: what `_together` put there."""
     places = torch.arange(0, words.dtype.itemsize * 8, bits, device=words.device)
-    turns = words.transpose(0, 1)[:, :, None].int() >> places[:, None] & ((1 << bits) - 1)  # [columns, words, turns, 16]
+    turns = words.transpose(0, 1)[:, :, None].int() >> places[:, None] & (
+        (1 << bits) - 1
+    )  # [columns, words, turns, 16]
     return turns.to(torch.uint8).flatten(1)

@@ -131,9 +131,9 @@ def _unsigned(words: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _of_codes(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """What codes, uint32, stand for before they are scaled, float32. An integer is the last bits of 2^23 plus itself, which
-    takes no conversion. Floats become float16 numbers of the same digits, whose exponents are less by as much as the
-    types' biases differ."""
+    """What codes, uint32, stand for before they are scaled, float32. An integer is the last bits of 2^23 plus itself,
+    which takes no conversion. Floats become float16 numbers of the same digits, whose exponents are less by as much as
+    the types' biases differ."""
     if KIND == 0:  # INTEGERS
         found = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
     elif KIND == 1:  # FLOATS_OF_4, doubled
@@ -157,8 +157,8 @@ def _of_words(
     KIND: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """What the codes of a turn stand for, as `_of_codes` says. Integers of whole nibbles stay at their place in the word,
-    if that is among the digits of a float32: then they are too large by a power of two."""
+    """What the codes of a turn stand for, as `_of_codes` says. Integers of 4 or 8 bits stay where they are in the word,
+    or at one that is among the digits of a float32: there they are too large by a power of two."""
     SIZE: tl.constexpr = 8 if BITS == 8 else 4
     START: tl.constexpr = TURN % (32 // SIZE) * SIZE
     MASK: tl.constexpr = (1 << SIZE) - 1
