@@ -183,7 +183,8 @@ def _times(numbers: tl.tensor, of_parts: tl.tensor, at: tl.tensor) -> tl.tensor:
     return numbers if of_parts is None else numbers * tl.load(of_parts + at).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for every number of rows
+# One binary for every number of rows and for wide and narrow matrices.
+@triton.jit(do_not_specialize=["num_rows", "blocks", "blocks_of_part"])
 def _product_kernel(
     out: tl.tensor,  # [rows, out], or [parts, rows, out] float32, written
     x: tl.tensor,  # [rows, in]
