@@ -50,14 +50,15 @@ def linear(
     sums = out if num_parts == 1 else x.new_empty(num_parts, num_rows, num_out, dtype=torch.float32)
     # The interpreter multiplies no bfloat16; widening it is exact.
     widen = triton.knobs.runtime.interpret and x.dtype == torch.bfloat16
+    is_wide = x.dtype == torch.float32
     grid = triton.cdiv(num_rows, tile), triton.cdiv(num_out, TILE_OUT), num_parts
     _product_kernel[grid](
         sums, x, *_tensors(weight), bias if num_parts == 1 else None,
         num_rows, num_out, width, x.stride(0), sums.stride(-2), weight.codes.shape[1],
         blocks, triton.cdiv(blocks, num_parts), **_meaning(weight),
         **_turns(weight), EVEN=width % BLOCK == 0, WIDEN=widen,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",  # "ieee" keeps half types off the tensor cores
-        ROWS=tile, OUT=TILE_OUT, num_warps=4, num_stages=4,
+        PRECISION="ieee" if is_wide else "tf32",  # "ieee" keeps half types off the tensor cores
+        ROWS=tile, OUT=TILE_OUT, num_warps=4, num_stages=2 if is_wide else 4,  # as many as fit sm_89's shared memory
     )  # fmt: skip
     if num_parts > 1:
         _join_kernel[(num_rows, triton.cdiv(num_out, ROW_TILE))](
