@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,14 @@ from outrider.kernels.quantized.packed import can_pack, pack, unpack
 
 triton_quantized = pytest.importorskip("outrider.kernels.quantized.triton")
 
+
+def of_kind(kind: str, outputs: int, inputs: int) -> QuantizedMatrix:
+    return matrix_of(kind, random_blocks(kind, outputs, inputs))
+
+
 HALF = torch.float16
 MATRICES: dict[str, Callable[[], QuantizedMatrix]] = {
-    **{kind: lambda kind=kind: of_kind(kind, 70, 512) for kind in QUANTIZED_KINDS},
+    **{kind: partial(of_kind, kind, 70, 512) for kind in QUANTIZED_KINDS},
     "4 bits by 16, zero points": lambda: by_groups(4, 45, 144, 16, torch.bfloat16, True),
     "4 bits by 32": lambda: by_groups(4, 128, 160, 32, HALF),
     "4 bits by 128, zero points": lambda: by_groups(4, 45, 384, 128, HALF, True),
@@ -31,10 +37,6 @@ MATRICES: dict[str, Callable[[], QuantizedMatrix]] = {
     "in parts": lambda: by_groups(4, 70, 2048, 32, HALF),
 }
 ROW_COUNTS = (1, 2, 5, 17, 40)
-
-
-def of_kind(kind: str, outputs: int, inputs: int) -> QuantizedMatrix:
-    return matrix_of(kind, random_blocks(kind, outputs, inputs))
 
 
 def some_rows(count: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +88,8 @@ def test_bits_depend_on_the_row_alone(name: str, triton_device: torch.device) ->
     packed, x = pack(matrix, triton_device), some_rows(40, matrix.shape[1]).to(triton_device)
 
     def product(rows: Tensor) -> Tensor:
-        return triton_quantized.linear(rows, packed, batch_invariant=True)
+        found: Tensor = triton_quantized.linear(rows, packed, batch_invariant=True)
+        return found
 
     whole = product(x)
     for start, count in ((0, 1), (39, 1), (3, 5), (16, 17), (15, 2)):
@@ -103,7 +106,8 @@ def test_an_order_of_its_own_would_show(triton_device: torch.device) -> None:
     def product(at: Tensor) -> Tensor:
         turned = Codes(codes[:, at], scales)
         packed = pack(QuantizedMatrix(form, (40, 256), lambda start, end: turned[start:end]), triton_device)
-        return triton_quantized.linear(x[:, at].contiguous().to(triton_device), packed)
+        found: Tensor = triton_quantized.linear(x[:, at].contiguous().to(triton_device), packed)
+        return found
 
     in_order = torch.arange(256)
     assert not torch.equal(product(in_order.flip(0)), product(in_order))

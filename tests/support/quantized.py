@@ -75,7 +75,9 @@ class SomePacked(Mapping[str, Tensor]):
     ) -> None:
         matrices = [name for name, tensor in state.items() if tensor.dim() == 2]
         self._matrices = {
-            name: make(*state[name].shape, index) for index, name in enumerate(matrices) if index % plain != plain - 1
+            name: make(state[name].shape[0], state[name].shape[1], index)
+            for index, name in enumerate(matrices)
+            if index % plain != plain - 1
         }
         self._state = state
 

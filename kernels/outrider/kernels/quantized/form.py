@@ -6,7 +6,7 @@ A matrix of this kind is read a few rows at a time, so that whoever lays it out 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -52,16 +52,27 @@ class Codes:
         return self._each(lambda part: part.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return Codes(**{name: None if part is None else change(part) for name, part in parts})
+        def part(numbers: Tensor | None) -> Tensor | None:
+            return None if numbers is None else change(numbers)
+
+        return Codes(
+            change(self.codes), change(self.scales), part(self.minima), part(self.part_scales), part(self.part_minima),
+            part(self.zeros),
+        )  # fmt: skip
 
 
 def _joined(parts: Sequence[Codes]) -> Codes:
     """Of the same form, one below the other."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Codes)}
-    return Codes(**{name: None if found[0] is None else torch.cat(found) for name, found in columns.items()})
+
+    def part(all_of: Sequence[Tensor | None]) -> Tensor | None:
+        found = [one for one in all_of if one is not None]
+        return torch.cat(found) if found else None
+
+    return Codes(
+        torch.cat([one.codes for one in parts]), torch.cat([one.scales for one in parts]),
+        part([one.minima for one in parts]), part([one.part_scales for one in parts]),
+        part([one.part_minima for one in parts]), part([one.zeros for one in parts]),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
