@@ -20,7 +20,7 @@ from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
-from outrider.bench import gpu, gpu_batches, kernels
+from outrider.bench import gpu, gpu_batches, gpu_quantized, kernels
 from outrider.bench.kernels_cases import CUDA, QUICK, K, KernelWork, cases
 from outrider.kernels import dispatch
 from outrider.llm import LLM
@@ -187,6 +187,21 @@ def test_whole_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["batch"] == 1 and row["bytes"] > 0
     assert all(math.isfinite(row[name]["median"]) and row[name]["median"] > 0 for name in ("replayed_us", "floor_us"))
     assert "some device" in "\n".join(gpu.render(result))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_quantised_weights_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu, kernels):
+        monkeypatch.setattr(module, "WARM_UP", 0)
+    monkeypatch.setattr(gpu_quantized, "ROWS", (2,))
+    monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
+    shape = dataclasses.replace(gpu.QUICK, batches=(1,), context=8, vocab_size=101)
+    steps = gpu_quantized.measure_both(shape, QUICK, Replayed(), 1)
+    assert steps["plain"]["rows"][0]["bytes"] > 2 * steps["4 bits"]["rows"][0]["bytes"]
+    products = list(gpu_quantized.measure_products(QUICK, kernels.Probe(QUICK, quick=True), [(70, 256)], 1))
+    assert [row["form"] for row in products] == list(gpu_quantized.FORMS)
+    result = {"device": {"name": "some device"}, "products": products, "steps": steps, "setup": {"model": "tiny"}}
+    assert "some device" in (page := list(gpu_quantized.render(result)))[0] and len(page) == 18
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.adapters import merged, save_adapter
+from support.devices import PretendedDevice, Replayed, gpu
 from support.models import SMALLEST, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.quantized import SomePacked, by_groups, matrix_of, random_blocks, small_floats
 from torch import Tensor
 
 from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
-from outrider.engine.batch import BatchEntry
+from outrider.engine.batch import BatchEntry, StepLimits
+from outrider.engine.cuda_graphs import CudaGraphs
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.products import PackedLinear
+from outrider.kernels.layers.reference import Linear
+from outrider.kernels.quantized.form import QuantizedMatrix
+
+__all__ = ["gpu"]
 
 LENGTH = 40
 TABLES = [[7, 2, 11], [3, 9, 0], [5, 1, 8]]
@@ -151,3 +159,86 @@ def test_ordinary_mode_has_other_bits(triton_device: torch.device) -> None:
         whole = in_chunks(runner, [LENGTH])
         same = all(torch.equal(in_chunks(runner, schedule), whole) for schedule in SCHEDULES.values())
         assert same == batch_invariant
+
+
+QUANTIZED: dict[str, tuple[str, Callable[[int, int, int], QuantizedMatrix]]] = {
+    "4 bits by 32": (
+        "qwen2",
+        lambda outputs, inputs, seed: by_groups(4, outputs, inputs, 32, torch.float16, seed=seed),
+    ),
+    "as GGUF files mix": ("llama", lambda outputs, inputs, seed: of_kind(seed % 4, outputs, inputs)),
+    "floats of 8 bits": ("gemma2", lambda outputs, inputs, seed: small_floats(outputs, inputs, inputs, seed=seed)),
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+
+
+def of_kind(index: int, outputs: int, inputs: int) -> QuantizedMatrix:
+    kind = ("Q8_0", "Q5_1", "MXFP4", "Q4_0")[index]
+    return matrix_of(kind, random_blocks(kind, outputs, inputs, index))
+
+
+def quantized(name: str, **options: Any) -> tuple[dict[str, Any], SomePacked]:
+    family, make = QUANTIZED[name]
+    sizes = {**WIDE, **options}
+    return tiny_config(family, **sizes), SomePacked(tiny_state(tiny_hf_model(family, **sizes)), make)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_packed_weights_compute_their_numbers(
+    name: str, triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest
+) -> None:
+    """Beside some that are plain, with tied and with other heads."""
+    config, state = quantized(name)
+    model = build_decoder(config, state, dtype="float32", device=triton_everywhere).model
+    ours = run(ModelRunner(model, num_blocks=12), STEPS["ragged"])
+    assert isinstance(model, Decoder) and model.embeddings is None
+    request.getfixturevalue("monkeypatch").undo()
+    with cpu_kernels("pytorch"):
+        plain = build_decoder(config, {each: state[each] for each in state})
+    torch.testing.assert_close(
+        ours, run(ModelRunner(plain.model, num_blocks=12), STEPS["ragged"]), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_packed_weights_have_batch_invariant_bits(triton_everywhere: torch.device) -> None:
+    config, state = quantized("as GGUF files mix")
+    model = build_decoder(config, state, dtype="float32", device=triton_everywhere, batch_invariant=True).model
+    runner = ModelRunner(model, num_blocks=12)
+    whole = in_chunks(runner, [LENGTH])
+    assert torch.equal(in_chunks(runner, SCHEDULES["fives"], beside=True), whole)
+    assert torch.equal(in_chunks(runner, [34, 1, 5]), whole)
+
+
+def test_packed_weights_take_the_memory_of_their_codes(triton_everywhere: torch.device) -> None:
+    """And a draft that is rounded to 8 bits is rounded from the numbers."""
+    config, state = quantized("4 bits by 32")
+    kept: list[int] = []
+    for int8 in (False, True):
+        parsed = parse_config(config)
+        model = Decoder(parsed, state, dtype=torch.bfloat16, device=triton_everywhere, int8=int8)
+        down = model._blocks[0]._block._down
+        assert isinstance(down, Linear if int8 else PackedLinear)
+        kept.append(down.matrix.num_bytes if isinstance(down, PackedLinear) else down.weight.nbytes)  # type: ignore[union-attr]
+    # 192 inputs fill 256
+    assert kept == [128 * 256 // 2 + 128 * 8 * 2, 128 * 192 * 2]
+
+
+@torch.inference_mode()
+def test_packed_weights_in_captured_steps(gpu: PretendedDevice | None, no_tf32: None) -> None:
+    """Held to a device's rules: nothing is waited for, and nothing of the host is read."""
+    config, state = quantized("as GGUF files mix", vocab_size=97)
+    model = build_decoder(config, state, dtype="float32", device="cuda").model
+    runner, plain = (
+        ModelRunner(one, num_blocks=12)
+        for one in (model, build_decoder(config, {name: state[name] for name in state}).model)
+    )
+    device = CudaGraphs(torch.device("cuda")) if gpu is None else Replayed()
+    runner.capture(StepLimits(8, 2, 4), device)
+    assert isinstance(model, Decoder) and model.embeddings is None is model.output
+    if gpu is not None:
+        gpu.graphs.append(device)  # type: ignore[arg-type]
+        gpu.waits.clear()
+    entries = [BatchEntry(tokens(0, 4), 0, TABLES[0], 4), BatchEntry(tokens(1, 2), 0, TABLES[1], 2)]
+    logits = runner.forward(entries)
+    assert gpu is None or (gpu.waits == [] and isinstance(device, Replayed) and device.replayed == 1)
+    torch.testing.assert_close(logits.cpu(), plain.forward(entries), atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A GGUF file's matrices stay packed in our decoder on a CPU, whose pass is that of their numbers."""
+"""A GGUF file's matrices stay packed in our decoder, whose pass is that of their numbers: on a CPU, and by Triton."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.gguf_state import GgufState
 from outrider.engine.kv_cache import KVCache
+from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
+from outrider.engine.models.products import StackedLinear
 from outrider.gguf.config import config_of
 from outrider.gguf.header import KINDS, BlockKind, GgufHeader, TensorPlace
 from outrider.kernels.cpu.decoder import Kind as Layout
@@ -78,11 +80,11 @@ def stored(kind: BlockKind, shape: tuple[int, ...], seed: int) -> bytes:
     return numbers.to(dtype).view(torch.uint8).numpy().tobytes()
 
 
-def logits_of(model: NativeDecoder, num_rows: int) -> Tensor:
+def logits_of(model: NativeDecoder | Decoder, num_rows: int) -> Tensor:
     """Of every row of one sequence."""
     ids = [7 * at % VOCAB for at in range(num_rows)]
-    batch = build_batch([BatchEntry(ids, 0, list(range(8)), num_rows)], 16)
-    return model.forward(batch, KVCache.allocate(model.layers, 8, torch.float32, "cpu", 16))
+    batch = build_batch([BatchEntry(ids, 0, list(range(8)), num_rows)], 16, model.device)
+    return model.forward(batch, KVCache.allocate(model.layers, 8, torch.float32, model.device, 16)).cpu()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
@@ -114,6 +116,18 @@ def test_numbers_of_16_bits_stay_so(kind: str, tmp_path: Path, monkeypatch: pyte
         assert wide.kernel._decoder.head.kind == Layout.FLOATS
         for rows in (1, 3, 20, 60):
             assert torch.equal(logits_of(kept, rows), logits_of(wide, rows))
+
+
+def test_a_file_stays_packed_by_triton(tmp_path: Path, triton_everywhere: torch.device) -> None:
+    """Whose queries, keys and values are of several kinds."""
+    header = header_of(tmp_path, "llama")
+    state, config = GgufState(header), parse_config(config_of(header))
+    numbers = {name: state[name] for name in state}
+    packed, decoded = (
+        Decoder(config, each, dtype=torch.float32, device=triton_everywhere) for each in (state, numbers)
+    )
+    assert isinstance(packed._blocks[0]._block._qkv, StackedLinear) and packed.embeddings is None
+    torch.testing.assert_close(logits_of(packed, 9), logits_of(decoded, 9), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from support.kernels import compile_only
+from support.quantized import by_groups, matrix_of, random_blocks, small_floats
 
 from outrider.kernels.attention.plan import DevicePlan
 from outrider.kernels.attention.tree_mask_triton import launch_tree_mask
@@ -16,6 +17,10 @@ from outrider.kernels.attention.triton import attention
 from outrider.kernels.kv_store import triton as kv_store_triton
 from outrider.kernels.layers import triton as layers_triton
 from outrider.kernels.lora import triton as lora_triton
+from outrider.kernels.quantized import triton as quantized_triton
+from outrider.kernels.quantized.blocks import QUANTIZED_KINDS
+from outrider.kernels.quantized.form import QuantizedMatrix
+from outrider.kernels.quantized.packed import pack
 from outrider.kernels.random import triton as philox_triton
 from outrider.kernels.sampling import triton as sampling_triton
 from outrider.kernels.types import (
@@ -93,6 +98,23 @@ def launch_low_rank(x: torch.Tensor, num_slices: int, rank: int) -> None:
     lora_triton.add_low_rank(y, x, weights, torch.zeros(len(x), dtype=torch.int32))
 
 
+def launch_quantized(prove: bool) -> None:
+    """Products with packed weights of few and of many rows, split and not, and rows of these."""
+    kinds = QUANTIZED_KINDS if prove else ("Q4_K",)
+    half = torch.bfloat16
+    some: list[QuantizedMatrix] = [matrix_of(kind, random_blocks(kind, 64, 2048)) for kind in kinds]
+    some += [by_groups(4, 64, 512, 128, half), small_floats(64, 512, 512)]
+    if prove:
+        some += [by_groups(4, 64, 512, 16, half, True), by_groups(8, 64, 512, 512, torch.float16, True)]
+    for dtype in (half, torch.float16, torch.float32) if prove else (half,):
+        for matrix in some:
+            packed, x = pack(matrix, torch.device("cpu")), torch.zeros(40, matrix.shape[1], dtype=dtype)
+            for num_rows in (3, 40):
+                quantized_triton.linear(x[:num_rows], packed)
+            quantized_triton.linear(x, packed, x[0, :64].contiguous(), batch_invariant=True)
+            quantized_triton.rows(packed, torch.arange(3), dtype)
+
+
 def launch_layers(prove: bool) -> None:
     """Attention, norms, gates and the cache; in the long form over more dtypes, head sizes and options."""
     half, eight = torch.bfloat16, torch.float8_e4m3fn
@@ -148,6 +170,8 @@ if __name__ == "__main__":
     capability, prove = int(sys.argv[1]), bool(int(sys.argv[2]))
     compiled = compile_only(capability)
     launch_sampling(prove)
+    if capability >= 80:  # older ones have no bfloat16
+        launch_quantized(prove)
     if capability >= 89:
         launch_layers(prove)
     for launch in compiled:

@@ -26,6 +26,7 @@ SAMPLING = {
     "_restore_kernel", "_sum_kernel", "_draw_kernel", "_race_kernel", "_settle_kernel", "_walk_kernel",
     "_vocabulary_kernel", "_words_kernel", "_linear_kernel", "_down_kernel", "_up_kernel",
 }  # fmt: skip
+QUANTIZED = {"_product_kernel", "_join_kernel", "_rows_kernel"}
 ONE_ROUNDING = {  # whose lanes must round alike: on their bits hang ties, cuts and draws
     "_scan_kernel", "_kept_kernel", "_probs_kernel", "_survey_kernel", "_gather_kernel", "_threshold_kernel",
     "_keep_kernel", "_sample_kernel", "_accept_kernel", "_block_kernel", "_leave_kernel", "_restore_kernel",
@@ -45,18 +46,21 @@ def test_every_launch_compiles(capability: int, tmp_path: Path, prove: bool) -> 
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert child.returncode == 0, child.stderr[-4000:]
     kernels = [json.loads(line) for line in child.stdout.splitlines()]
-    assert {kernel["name"] for kernel in kernels} == SAMPLING | (ATTENTION if capability >= 89 else set())
+    expected = SAMPLING | (QUANTIZED if capability >= 80 else set()) | (ATTENTION if capability >= 89 else set())
+    assert {kernel["name"] for kernel in kernels} == expected
     for kernel in kernels:
         assert not (kernel["fuses"] and kernel["name"] in ONE_ROUNDING), kernel
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
         if kernel["name"] in ATTENTION:
             assert kernel["tensor_cores"] == (kernel["name"] == "attend_kernel"), kernel
+        if kernel["name"] in QUANTIZED and not prove:  # which has rows of float32, too
+            assert kernel["tensor_cores"] == (kernel["name"] == "_product_kernel"), kernel
 
 
 def test_the_cpu_path_needs_no_triton() -> None:
     """Every operation is imported where Triton cannot be."""
     rooms = "attention", "kv_store", "layers", "lora", "random", "sampling", "verify"
-    modules = "attention.plan", "attention.tree_mask", *(f"{room}.reference" for room in rooms)
+    modules = "attention.plan", "attention.tree_mask", "quantized.linear", *(f"{room}.reference" for room in rooms)
     script = "import sys; sys.modules['triton'] = None\n" + "\n".join(f"import outrider.kernels.{m}" for m in modules)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)

@@ -7,7 +7,7 @@ import torch
 from support.quantized import BLOCKS, matrix_of, random_blocks
 
 from outrider.kernels.quantized.blocks import QUANTIZED_KINDS, quantized_blocks
-from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
+from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix, stacked
 from outrider.kernels.quantized.reference import decode
 
 
@@ -36,6 +36,14 @@ def test_every_byte_counts(kind: str) -> None:
     assert all(
         not torch.equal(row, other) for row, other in zip(found, decode(kind, stored).expand_as(found), strict=True)
     )
+
+
+def test_matrices_of_one_form_become_one() -> None:
+    """Which is read across their bounds, with all that a form has."""
+    parts = [matrix_of("Q4_K", random_blocks("Q4_K", rows, 256, rows)) for rows in (3, 5, 1)]
+    whole, numbers = stacked(parts), torch.cat([part.decode() for part in parts])
+    assert whole.shape == (9, 256) and whole.form == parts[0].form and torch.equal(whole.decode(), numbers)
+    assert torch.equal(whole.rows(2, 9).decode(), numbers[2:]) and torch.equal(whole.rows(4, 5).decode(), numbers[4:5])
 
 
 def test_plain_numbers_are_none() -> None:

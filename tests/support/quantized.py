@@ -1,8 +1,8 @@
-"""Random quantised matrices of every kind, and checkpoints whose products are stored in few bits."""
+"""Random quantised matrices of every kind, and models and checkpoints that have them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -68,3 +68,45 @@ def rounded_state(state: Mapping[str, Tensor], rounding: Rounding, group: int = 
         parts = stored_parts(round_to_nearest(tensor, rounding, group))
         stored |= {f"{name.removesuffix('.weight')}.{part}": numbers for part, numbers in parts.items()}
     return QuantizedTensors(layout_of(quantization_config(rounding, group, ["lm_head"])), stored)
+
+
+def small_floats(
+    outputs: int, inputs: int, span: int, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> QuantizedMatrix:
+    """Floats of 8 bits with a scale a span."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(outputs, inputs, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = (torch.rand(outputs, inputs // span, generator=generator) * 0.1).to(dtype)
+    whole = Codes(codes, scales)
+    return QuantizedMatrix(Form(8, span, dtype, floats=True), (outputs, inputs), lambda start, end: whole[start:end])
+
+
+class SomePacked(Mapping[str, Tensor]):
+    """Tensors of a checkpoint, of which the matrices have few bits, but for every `plain`th."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], make: Callable[[int, int, int], QuantizedMatrix], plain: int = 5
+    ) -> None:
+        matrices = [name for name, tensor in state.items() if tensor.dim() == 2]
+        self._matrices = {
+            name: make(state[name].shape[0], state[name].shape[1], index)
+            for index, name in enumerate(matrices)
+            if index % plain != plain - 1
+        }
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._matrices[name].decode() if name in self._matrices else self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    @property
+    def meta(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        return self._matrices.get(name)

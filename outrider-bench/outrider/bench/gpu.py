@@ -1,11 +1,11 @@
 """Everything that waits for a GPU and needs nobody to look on, on a machine that has one:
 
-    python outrider-bench/outrider/bench/gpu.py [--only tests|kernels|llm|batches|steps] [--repeats N]
+    python outrider-bench/outrider/bench/gpu.py [--only tests|kernels|llm|batches|quantized|steps] [--repeats N]
 
-The tests marked `gpu`, the kernel bench, an `LLM` from end to end, batches of many streams (gpu_batches), and a whole
-step replayed against the same step launched kernel by kernel, with the judging and the drafting behind it, stored in
-outrider-bench/results. Exits with 2 where there is no GPU. A step is measured against the bytes that it must read;
-drafting with one wait against a wait for each token."""
+The tests marked `gpu`, the kernel bench, an `LLM` from end to end, batches of many streams (gpu_batches), quantised
+weights (gpu_quantized), and a whole step replayed against the same step launched kernel by kernel, with the judging and
+the drafting behind it, stored in outrider-bench/results. Exits with 2 where there is no GPU. A step is measured against
+the bytes that it must read; drafting with one wait against a wait for each token."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ PARTS = {  # modules with their arguments, each a process of its own
     "kernels": ("outrider.bench.kernels", "--device", "cuda"),
     "llm": ("outrider.bench.gpu", "--only", "llm"),
     "batches": ("outrider.bench.gpu_batches",),
+    "quantized": ("outrider.bench.gpu_quantized",),
 }
 WARM_UP = 3
 ENTRIES = 64  # of a drafted token's weights
@@ -85,14 +86,18 @@ class Shape:
     context: int
     batches: tuple[int, ...]
     max_rows: int  # of a captured step
+    weight_bits: float | None = None  # that a step reads of a weight; None: those of the type that it computes in
 
 
 REAL = Shape(SMALL, 16, 128256, 1024, (1, 8, 32), 256)
 QUICK = Shape(TINY, 1, 211, 40, (1, 2), 16)
 
 
-def build(shape: Shape, place: Place) -> Decoder:
-    """The decoder."""
+State = Mapping[str, torch.Tensor]
+
+
+def build(shape: Shape, place: Place, kept: Callable[[State], State] = dict) -> Decoder:
+    """The decoder, of weights that are kept so."""
     model = shape.model
     config = parse_config({
         "model_type": "llama", "vocab_size": shape.vocab_size, "hidden_size": model.hidden,
@@ -104,12 +109,14 @@ def build(shape: Shape, place: Place) -> Decoder:
         name: torch.empty(size, dtype=place.dtype, device=place.device).normal_(float(len(size) == 1), 0.02)
         for name, size in expected_shapes(config).items()
     }
-    return Decoder(config, state, dtype=place.dtype, device=torch.device(place.device))
+    return Decoder(config, kept(state), dtype=place.dtype, device=torch.device(place.device))
 
 
-def captured_runner(shape: Shape, place: Place, capture: GraphDevice) -> tuple[ModelRunner, Json]:
+def captured_runner(
+    shape: Shape, place: Place, capture: GraphDevice, kept: Callable[[State], State] = dict
+) -> tuple[ModelRunner, Json]:
     """A runner whose steps are captured, and what that took."""
-    model = build(shape, place)
+    model = build(shape, place, kept)
     blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
     runner = ModelRunner(model, blocks * max(shape.batches), BLOCK_SIZE)
     before, started = capture.reserved_bytes(), time.perf_counter()
@@ -164,7 +171,8 @@ def _bytes(runner: ModelRunner, shape: Shape, batch: int) -> int:
     model, size = shape.model, runner.model.dtype.itemsize
     attention = model.hidden * model.head_dim * 2 * (model.heads + model.kv_heads)
     layer = attention + 3 * model.hidden * model.intermediate
-    weights = (shape.num_layers * layer + shape.vocab_size * model.hidden) * size
+    bits = shape.weight_bits or 8 * size
+    weights = int((shape.num_layers * layer + shape.vocab_size * model.hidden) * bits / 8)
     cached = shape.context * bytes_per_block(runner.model.layers, runner.model.dtype, 1)
     return weights + batch * (cached + ROWS * shape.vocab_size * torch.float32.itemsize)
 

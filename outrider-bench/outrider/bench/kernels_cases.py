@@ -21,6 +21,9 @@ from outrider.kernels.attention.tree_mask import tree_mask
 from outrider.kernels.kv_store.reference import store_kv, store_kv_rotary
 from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm, rotary_table
 from outrider.kernels.lora.reference import add_low_rank
+from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
+from outrider.kernels.quantized.linear import packed_linear, packed_rows
+from outrider.kernels.quantized.packed import PackedMatrix, pack, unpack
 from outrider.kernels.random.reference import Purpose, exponential_noise, vocabulary_words, words
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
@@ -108,6 +111,8 @@ SMALL = Model("1B-like", 2048, 32, 8, 64, 8192)
 LARGE = Model("8B-like", 4096, 32, 8, 128, 14336)
 TINY = Model("tiny", 128, 4, 2, 32, 256)
 
+FOUR_BITS, SMALL_FLOATS = Form(4, 32, zero=8), Form(8, 128, torch.bfloat16, floats=True)
+
 CUDA = Place("cuda", "cuda", torch.bfloat16, (SMALL, LARGE), (1, 8, 32), (1024, 8192), (32000, 151936))
 CPU = Place("cpu", "cpu", torch.float32, (SMALL,), (1, 8), (1024, 8192), (32000, 151936))
 QUICK = Place("cpu", "cpu", torch.float32, (TINY,), (1, 2), (64,), (1000,))
@@ -119,10 +124,14 @@ _REASONS = {
         "cpu.is_bfloat16", "cpu.pack", "cpu.row_scales", "cpu.cpu_features", "cpu.cpu_library", "cpu.variants",
         "cpu.wanted_variants", "layers.rotary_table", "layers.int8_scales", "layers.to_int8", "cpu.in_huge_pages",
         "cpu.matrix_of", "cpu.pack_quantized", "cpu.packing_of", "quantized.bits", "quantized.decode",
-        "quantized.decode_codes", "quantized.k_scales", "quantized.nibbles", "quantized.quantized_blocks",
+        "quantized.decode_codes", "quantized.k_scales", "quantized.nibbles", "quantized.pack",
+        "quantized.quantized_blocks", "quantized.stacked",
     ),
     "once, at load, where there are no C kernels": ("layers.through_int8",),
-    "a question": ("cpu.can_multiply", "cpu.can_pack", "cpu.kind_for", "dispatch.runs_triton"),
+    "a question": (
+        "cpu.can_multiply", "cpu.can_pack", "cpu.kind_for", "dispatch.runs_triton", "quantized.can_pack",
+    ),
+    "what is compared with, where weights are packed": ("quantized.unpack",),
     "a question; the pass itself is measured by `outrider bench`": ("cpu.can_run",),
     "a name, or words of an error": ("cpu.cpu_library_name", "cpu.reason"),
     "a product of the C pass alone, for heads: `outrider compare` has their time a round": ("cpu.CpuLinear",),
@@ -265,6 +274,41 @@ def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = F
     num_bytes = (weight.numel() + x.numel() + rows * outputs) * place.dtype.itemsize
     flops = 2 * rows * weight.numel()
     return KernelWork(lambda: linear(x), lambda: F.linear(x, weight), num_bytes, flops)
+
+
+def random_codes(form: Form, outputs: int, inputs: int) -> QuantizedMatrix:
+    """Numbers of a size that weights have; every 64 outputs are the same."""
+    spans, size = inputs // form.span, inputs**-0.5 / (1.0 if form.floats else 1 << form.bits - 1)
+    codes = torch.randint(1 << form.bits, (64, inputs)).to(torch.uint8)
+    scales = (torch.rand(64, spans) * size / (64 if form.part else 1)).to(form.dtype)
+    of_parts = torch.randint(64, (64, inputs // form.part)).to(torch.int8) if form.part else None
+    whole = Codes(
+        codes & 0xBF if form.floats else codes,  # finite
+        scales, scales if form.has_minima else None, of_parts, of_parts if form.has_minima else None,
+    )  # fmt: skip
+    return QuantizedMatrix(form, (outputs, inputs), lambda start, end: whole[torch.arange(start, end) % 64])
+
+
+def packed_product(place: Place, weight: PackedMatrix, rows: int) -> KernelWork:
+    """Against the same numbers in the place's type."""
+    x, numbers = randn(place, rows, weight.shape[1]), unpack(weight).to(place.dtype)
+    num_bytes = weight.num_bytes + (x.numel() + rows * len(weight)) * place.dtype.itemsize
+    flops = 2 * rows * numbers.numel()
+    return KernelWork(lambda: packed_linear(x, weight), lambda: F.linear(x, numbers), num_bytes, flops)
+
+
+def _packed(place: Place, model: Model, batch: int, *, form: Form) -> KernelWork:
+    """The largest product of a layer: gate and up."""
+    matrix = random_codes(form, 2 * model.intermediate, model.hidden)
+    return packed_product(place, pack(matrix, torch.device(place.device)), batch * ROWS)
+
+
+def _packed_rows(place: Place, model: Model, batch: int) -> KernelWork:
+    matrix = random_codes(FOUR_BITS, 2 * model.intermediate, model.hidden)
+    weight, ids = pack(matrix, torch.device(place.device)), random_ids(place, len(matrix), batch * ROWS)
+    numbers = unpack(weight).to(place.dtype)
+    num_bytes = len(ids) * (weight.num_bytes // len(weight) + model.hidden * place.dtype.itemsize)
+    return KernelWork(lambda: packed_rows(weight, ids, place.dtype), lambda: F.embedding(ids, numbers), num_bytes)
 
 
 def _low_rank(place: Place, model: Model, batch: int) -> KernelWork:
@@ -592,6 +636,21 @@ CASES = {
         ("layer", "layers.gated_gelu", "", "F.gelu(gate) * up", _gelu),
         ("layer", "layers.Linear", "", "F.linear", _linear),
         ("layer", "layers.Linear", ", batch-invariant", "F.linear", partial(_linear, batch_invariant=True)),
+        (
+            "layer",
+            "quantized.packed_linear",
+            ", 4 bits by 32",
+            "F.linear of the numbers",
+            partial(_packed, form=FOUR_BITS),
+        ),
+        (
+            "layer",
+            "quantized.packed_linear",
+            ", floats of 8 bits by 128",
+            "F.linear of the numbers",
+            partial(_packed, form=SMALL_FLOATS),
+        ),
+        ("layer", "quantized.packed_rows", ", 4 bits by 32", "F.embedding of the numbers", _packed_rows),
         ("layer", "lora.add_low_rank", f", rank {RANK}", "factors gathered by row, einsum twice", _low_rank),
         ("vocabulary", "sampling.logits_to_probs", ", temperature", "softmax(logits / temperature)", _temperature),
         (

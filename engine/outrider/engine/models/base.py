@@ -73,8 +73,8 @@ class ReadableWeights(Protocol):
     """A model whose embeddings and language-model head others may compute with, where they lie."""
 
     @property
-    def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """The embeddings of the ids, not scaled."""
+    def embeddings(self) -> Tensor | None:  # [vocab, hidden]
+        """The embeddings of the ids, not scaled; None where they are kept in a layout of the product's own alone."""
 
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]

@@ -1,6 +1,4 @@
-"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products.
-
-The input embeddings, which Gemma scales."""
+"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.batch import Batch, StaticBatch
@@ -16,33 +13,14 @@ from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
-from outrider.engine.models.weights import EMBEDDINGS, WeightReader, num_parameters
+from outrider.engine.models.products import Product, Products, runs_packed
+from outrider.engine.models.weights import WeightReader, num_parameters
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
-from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm
+from outrider.kernels.layers.reference import add_rms_norm, gated_gelu, gated_silu, rms_norm
 
-Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
-
-
-class Embedding:
-    """Looks up rows of `weight`, times `scale` where there is one: rounded to the type of the rows, as in training."""
-
-    def __init__(
-        self,
-        weight: Tensor,  # [vocab, hidden]
-        scale: float | None,
-        dtype: torch.dtype,  # of the rows
-    ) -> None:
-        self.weight = weight
-        self._scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
-        self._dtype = dtype
-
-    def __call__(self, token_ids: Tensor) -> Tensor:  # [rows] -> [rows, hidden]
-        """The residual stream before the first layer, in memory of its own."""
-        hidden = F.embedding(token_ids, self.weight).to(self._dtype)
-        return hidden if self._scale is None else hidden.mul_(self._scale)
 
 
 class DecoderLayer:
@@ -135,20 +113,16 @@ class _Layer:
     """One layer of the decoder: a block behind its norm."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, reader: WeightReader, batch_invariant: bool, keep_plain: bool
+        self, config: DecoderConfig, index: int, reader: WeightReader, products: Products, batch_invariant: bool
     ) -> None:
         prefix = f"model.layers.{index}."
-
-        def linear(*names: str) -> Linear:
-            return Linear(*reader.linear(prefix, *names), batch_invariant=batch_invariant, keep_plain=keep_plain)
-
         self._eps, self._batch_invariant = config.rms_norm_eps, batch_invariant
         self.sliding_window = config.sliding_windows[index]
         self.rotary_type = config.rotary_types[index]
-        qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        output = linear("self_attn.o_proj")
-        gate_up = linear("mlp.gate_proj", "mlp.up_proj")
-        down = linear("mlp.down_proj")
+        qkv = products.linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        output = products.linear(prefix, "self_attn.o_proj")
+        gate_up = products.linear(prefix, "mlp.gate_proj", "mlp.up_proj")
+        down = products.linear(prefix, "mlp.down_proj")
         self._input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)  # [hidden]
         self._block = DecoderLayer(
             config,
@@ -192,7 +166,7 @@ class Decoder:
         batch_invariant: bool = False,
         int8: bool = False,  # matrices are rounded to what 8 bits hold, and kept in `dtype`
     ) -> None:
-        reader = WeightReader(config, state, dtype, device, int8)
+        reader = WeightReader(config, state, dtype, device, int8, codes=runs_packed(device) and not int8)
         self.config = config = reader.config
         keep_plain = num_parameters(config) * dtype.itemsize <= KEEP_PLAIN_BYTES
         self.dtype = dtype
@@ -207,18 +181,18 @@ class Decoder:
             kind: (cos[:, None].to(device), sin[:, None].to(device))
             for kind, (cos, sin) in rotary_tables(config, dtype).items()
         }
-        self._embedding = Embedding(reader.tensor(EMBEDDINGS), config.embedding_scale, dtype)
+        products = Products(reader, dtype, device, batch_invariant, keep_plain)
+        self._embedding = products.embedding(config.embedding_scale)
         self._blocks = tuple(
-            _Layer(config, index, reader, batch_invariant, keep_plain) for index in range(config.num_layers)
+            _Layer(config, index, reader, products, batch_invariant) for index in range(config.num_layers)
         )
         self._norm = reader.norm("model.norm.weight")  # [hidden]
-        head = reader.head(self._embedding.weight)
-        self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
+        self._head = products.head(self._embedding)
         self.adapters = StackedAdapters(config, dtype, device, batch_invariant)
 
     @property
-    def embeddings(self) -> Tensor:  # [vocab, hidden]
-        """The embeddings of the ids, not scaled."""
+    def embeddings(self) -> Tensor | None:  # [vocab, hidden]
+        """The embeddings of the ids, not scaled; None where they stay packed."""
         return self._embedding.weight
 
     @property

@@ -172,15 +172,17 @@ class WeightReader:
         tensors = [part for part in parts if isinstance(part, Tensor)]
         return torch.cat(tensors) if len(tensors) == len(parts) else tuple(parts), bias
 
-    def head(self, embeddings: Tensor) -> Tensor:  # [vocab, hidden]
+    def head(self, tied: Tensor | None) -> Tensor:  # [vocab, hidden]
         """The head's weight: the embeddings themselves, where they are tied and not to be rounded."""
-        if not self.config.tied_embeddings:
-            return self._copy(self._rounded(self._state[HEAD]))
-        return self._rounded(embeddings)
+        return self._copy(self._rounded(self._state[HEAD])) if tied is None else self._rounded(tied)
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A matrix's codes; None where it is not to be handed out so."""
+        return None if self._quantized is None else self._quantized.packed(name)
 
     def matrix_as_stored(self, name: str) -> Weight:
         """A matrix that is no product's alone. Has the checkpoint's type, or is its codes, and may be its mapping."""
-        packed = self._packed(name)
+        packed = self.packed(name)
         return self._state[name] if packed is None else packed
 
     @property
@@ -231,9 +233,6 @@ class WeightReader:
             return None
         return self._stacked([self._projection(f"{prefix}{name}.bias") for name in names])
 
-    def _packed(self, name: str) -> QuantizedMatrix | None:
-        return None if self._quantized is None else self._quantized.packed(name)
-
     def _projection(self, name: str) -> Tensor:
         """Cut out where the checkpoint holds several as one; of a head of which a part turns, that part first."""
         stored, rows = self._place(name)
@@ -242,7 +241,7 @@ class WeightReader:
 
     def _projection_as_stored(self, name: str) -> Weight:
         stored, rows = self._place(name)
-        packed = self._packed(stored)
+        packed = self.packed(stored)
         if packed is None:
             return self._projection(name)
         start, end, _ = rows.indices(len(packed))

@@ -98,8 +98,19 @@ class SmallFloats:
 
     @property
     def matrix(self) -> QuantizedMatrix | None:
-        """The kernels have no form for them: they are decoded."""
-        return None
+        """As the kernels keep it; None for what they have no form for: it is decoded."""
+        outputs, inputs = self.floats.shape
+        rows, span = (outputs, inputs) if self.block is None else self.block
+        if self.floats.dtype != torch.float8_e4m3fn or inputs % span:
+            return None
+        scales = self.scales if self.scales.dtype in HALVES else self.scales.float()
+        by_rows = scales if self.block is not None else scales.reshape(-1, 1)
+        shared = rows if len(by_rows) < outputs else 1  # outputs of a scale
+
+        def read(start: int, end: int) -> Codes:
+            return Codes(self.floats[start:end].view(torch.uint8), by_rows[torch.arange(start, end) // shared])
+
+        return QuantizedMatrix(Form(8, span, scales.dtype, floats=True), (outputs, inputs), read)
 
     def decode(self) -> Tensor:  # [out, in] float32
         """The numbers."""

@@ -324,6 +324,7 @@ def _sections(
     weights: tuple[Weight, ...], bias: Tensor | None, kind: Kind | None, rounds: bool
 ) -> tuple[Matrix, object]:
     """Tensors become one, and so do all where one ends within a panel."""
+    weights = tuple(weight if isinstance(weight, Tensor) or can_pack(weight) else weight.decode() for weight in weights)
     if all(isinstance(weight, Tensor) for weight in weights) or any(len(weight) % PANEL for weight in weights[:-1]):
         parts = [weight if isinstance(weight, Tensor) else weight.decode() for weight in weights]
         return matrix_of(parts[0] if len(parts) == 1 else torch.cat(parts), bias, kind)

@@ -49,7 +49,7 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
     fits = inputs % form.span == 0 and form.span % STEP == 0
     parts = form.part in (0, STEP) or (form.part == PART and not form.has_minima)
     tabled = form.bits == 4 and not form.has_zeros and not form.zero
-    return fits and parts and form.bits in (4, 5, 6, 8) and (tabled or not form.table)
+    return fits and parts and form.bits in (4, 5, 6, 8) and (tabled or not form.table) and not form.floats
 
 
 def can_round(matrix: QuantizedMatrix) -> bool:

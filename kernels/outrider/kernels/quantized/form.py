@@ -5,8 +5,9 @@ A matrix of this kind is read a few rows at a time, so that whoever lays it out 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Form:
     zero: int = 0  # the code that stands for 0
     has_zeros: bool = False  # each span its own, in its place
     table: tuple[int, ...] = ()  # what the sixteen codes of 4 bits stand for, if not for themselves
+    floats: bool = False  # codes of 8 bits are floats (e4m3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,34 @@ class Codes:
     def __getitem__(self, chosen: Tensor | slice) -> Codes:
         """Of these rows."""
 
+        return self._each(lambda part: part[chosen])
+
+    def on(self, device: torch.device) -> Codes:
+        """The same there."""
+        return self._each(lambda part: part.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Codes:
         def part(numbers: Tensor | None) -> Tensor | None:
-            return None if numbers is None else numbers[chosen]
+            return None if numbers is None else change(numbers)
 
         return Codes(
-            self.codes[chosen], self.scales[chosen], part(self.minima), part(self.part_scales), part(self.part_minima),
+            change(self.codes), change(self.scales), part(self.minima), part(self.part_scales), part(self.part_minima),
             part(self.zeros),
         )  # fmt: skip
+
+
+def _joined(parts: Sequence[Codes]) -> Codes:
+    """Of the same form, one below the other."""
+
+    def part(all_of: Sequence[Tensor | None]) -> Tensor | None:
+        found = [one for one in all_of if one is not None]
+        return torch.cat(found) if found else None
+
+    return Codes(
+        torch.cat([one.codes for one in parts]), torch.cat([one.scales for one in parts]),
+        part([one.minima for one in parts]), part([one.part_scales for one in parts]),
+        part([one.part_minima for one in parts]), part([one.zeros for one in parts]),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +112,24 @@ class QuantizedMatrix:
         return numbers
 
 
+def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Matrices of one form, and of rows of one length, one below the other."""
+    bounds = [*accumulate(map(len, matrices), initial=0)]
+
+    def read(start: int, end: int) -> Codes:
+        cut = ((max(start - bound, 0), min(end - bound, len(m)), m) for bound, m in zip(bounds, matrices, strict=False))
+        return _joined([matrix.read(first, last) for first, last, matrix in cut if first < last])
+
+    return QuantizedMatrix(matrices[0].form, (bounds[-1], matrices[0].shape[1]), read)
+
+
 def decode_codes(form: Form, given: Codes) -> Tensor:
     """The numbers of these rows, [rows, in] float32."""
     rows, width = given.codes.shape
     if form.table:
-        numbers = torch.tensor(form.table, dtype=torch.float32)[given.codes.long()]
+        numbers = torch.tensor(form.table, dtype=torch.float32, device=given.codes.device)[given.codes.long()]
+    elif form.floats:
+        numbers = given.codes.view(torch.float8_e4m3fn).float()
     else:
         numbers = given.codes.float() - form.zero
     if given.zeros is not None:

@@ -16,7 +16,7 @@ from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.engine.models.decoder import Product
+from outrider.engine.models.products import Product
 from outrider.kernels.cpu.linear import CpuLinear, can_multiply
 from outrider.kernels.layers.reference import Linear
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.decoder import DecoderLayer, Product
+from outrider.engine.models.decoder import DecoderLayer
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
+from outrider.engine.models.products import Product
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights

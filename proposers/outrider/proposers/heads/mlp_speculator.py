@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.engine.models.decoder import Product
+from outrider.engine.models.products import Product
 from outrider.proposers.heads.head import HeadReader, TargetWeights
 
 NORM_EPS = 1e-6
