@@ -180,7 +180,7 @@ def test_what_it_says_of_itself(tmp_path: Path) -> None:
     assert info.model.digest and info.model.num_tokens == 0 and info.model.engine.startswith("outrider-")
     digest = info.model.digest
     _, info = load_methods(DraftSettings(model=model, num_blocks=8, quantization="int8"))
-    assert info.model.dtype == "int8" and info.model.digest != digest  # other weights are computed
+    assert info.model.dtype == "int8 in float32" and info.model.digest != digest  # other weights are computed
     with pytest.raises(ValueError, match="quantization is int8, and there is no model"):
         DraftSettings(method="ngram", quantization="int8")
     methods, info = load_methods(DraftSettings(method="ngram", prompt_lookup_min=2, prompt_lookup_max=3))

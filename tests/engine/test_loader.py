@@ -332,7 +332,7 @@ def test_weights_rounded_to_8_bits(family: str, tmp_path: Path) -> None:
         for kernels in KERNELS:
             with cpu_kernels(kernels):
                 loaded = load_model(folder, quantization="int8")
-            assert loaded.dtype == "int8" and loaded.model.dtype == torch.float32
+            assert loaded.dtype == "int8 in float32" and loaded.model.dtype == torch.float32
             found[kernels] = logits_of(loaded)
         exact = logits_of(load_model(folder))
         torch.testing.assert_close(found["c"], found["pytorch"], atol=1e-5, rtol=0)

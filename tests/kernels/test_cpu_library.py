@@ -60,9 +60,9 @@ def load() -> tuple[str, ctypes.CDLL] | None:
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (SAPPHIRE_RAPIDS, ["c-amx", "c-avx512", "c-avx2", "c-sse2"]),
-        (ZEN_5, ["c-avx512", "c-avx2", "c-sse2"]),
-        (CASCADE_LAKE, ["c-avx512", "c-avx2", "c-sse2"]),
+        (SAPPHIRE_RAPIDS, ["c-amx", "c-vnni", "c-avx512", "c-avx2", "c-sse2"]),
+        (ZEN_5, ["c-vnni", "c-avx512", "c-avx2", "c-sse2"]),
+        (CASCADE_LAKE, ["c-vnni", "c-avx512", "c-avx2", "c-sse2"]),
         (HASWELL, ["c-avx2", "c-sse2"]),
         (NEHALEM, ["c-sse2"]),
     ],

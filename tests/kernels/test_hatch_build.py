@@ -51,7 +51,7 @@ def test_a_library_for_each_kind_of_processor(project: Path) -> None:
     (project / "bin/cc").chmod(0o755)
     wheel, libraries, said = wheel_of(project, f"{project / 'bin'}:/bin:/usr/bin")
     kinds = [name.rpartition("-")[0] for name in libraries]
-    assert sorted(kinds) == (["c-avx2", "c-avx512", "c-sse2"] if "x86_64" in wheel.name else kinds[:1])
+    assert sorted(kinds) == (["c-avx2", "c-avx512", "c-sse2", "c-vnni"] if "x86_64" in wheel.name else kinds[:1])
     assert "c-avx2-0123456789abcdef.so" not in libraries
     assert "-py3-none-" in wheel.name and "none-any" not in wheel.name
     assert ("no kernels c-amx: unknown processor" in said) == ("x86_64" in wheel.name)

@@ -14,12 +14,13 @@ from torch import Tensor
 from outrider.kernels.cpu.decoder import Kind, Weight
 from outrider.kernels.cpu.library import cpu_library
 from outrider.kernels.cpu.linear import CpuLinear
-from outrider.kernels.cpu.packed import can_pack, pack_quantized
+from outrider.kernels.cpu.packed import STEP, can_pack, can_round, pack_quantized
 from outrider.kernels.quantized.blocks import QUANTIZED_KINDS
 from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C kernels")
 
+WIDEST = 32512  # what the largest of 32 inputs becomes, where they become integers
 OF_GROUPS = [
     (bits, span, dtype, has_zeros)
     for bits, has_zeros in ((4, False), (4, True), (8, False), (8, True))
@@ -48,16 +49,23 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def test_products_are_those_of_the_numbers() -> None:
+@pytest.mark.parametrize("rounds", [False, True], ids=["floats", "integers"])
+def test_products_are_those_of_the_numbers(rounds: bool) -> None:
+    """To float32's last places of all that is added; where 32 inputs are rounded to 16 bits, to half a step of the
+    largest for each of them."""
     generator = torch.Generator().manual_seed(2)
     for name, matrix in some_quantized():
         outputs, inputs = matrix.shape
         bias, x = torch.randn(outputs, generator=generator), torch.randn(13, inputs, generator=generator)
         numbers = matrix.decode().double()
         expected = x.double() @ numbers.T + bias
-        room = (x.double().abs() @ numbers.abs().T + bias.abs()) * 1e-6  # a float32's last places of all that is added
+        room = (x.double().abs() @ numbers.abs().T + bias.abs()) * 1e-6
+        product = CpuLinear(matrix, bias, rounds)
+        if rounds and can_round(matrix):
+            largest = x.double().abs().unflatten(1, (-1, STEP)).amax(-1).repeat_interleave(STEP, dim=1)
+            room = room + largest @ numbers.abs().T * 2.0**-16
         for rows in (1, 2, 3, 12, 13):
-            assert bool(((CpuLinear(matrix, bias)(x[:rows]) - expected[:rows]).abs() <= room[:rows]).all()), name
+            assert bool(((product(x[:rows]) - expected[:rows]).abs() <= room[:rows]).all()), name
 
 
 def test_minima_that_are_most_of_a_number() -> None:
@@ -69,11 +77,34 @@ def test_minima_that_are_most_of_a_number() -> None:
     torch.testing.assert_close(CpuLinear(matrix)(x), x @ matrix.decode().T, atol=1e-6, rtol=0)
 
 
-def test_rows_have_the_bits_that_they_have_alone() -> None:
+def test_inputs_become_integers_of_16_bits() -> None:
+    """What one weight of 1 is multiplied with: the input, in steps of its block's largest."""
+    codes, scales = torch.eye(32, 64, dtype=torch.uint8), torch.ones(32, 2)
+    form = Form(4, 32, torch.float32)
+    matrix = QuantizedMatrix(form, (32, 64), lambda start, end: Codes(codes, scales)[start:end])
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 3, 5)[:, None]
+    steps = x[:, :32].abs().amax(1, keepdim=True) / WIDEST
+    expected = (x[:, :32] * (WIDEST / x[:, :32].abs().amax(1, keepdim=True))).round() * steps
+    torch.testing.assert_close(CpuLinear(matrix, rounds=True)(x), expected, atol=0, rtol=1e-6)
+    assert bool((CpuLinear(matrix, rounds=True)(torch.zeros(1, 64)) == 0).all())
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none(wrong: float) -> None:
+    matrix = matrix_of("Q8_0", random_blocks("Q8_0", 40, 256))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3))
+    alone = CpuLinear(matrix, rounds=True)(x)
+    x[1, 70] = wrong
+    found = CpuLinear(matrix, rounds=True)(x)
+    assert not bool(found[1].isfinite().any()) and torch.equal(found[::2], alone[::2])
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["floats", "integers"])
+def test_rows_have_the_bits_that_they_have_alone(rounds: bool) -> None:
     """Among 1 to 40 rows, on any number of threads."""
     generator = torch.Generator().manual_seed(4)
     for name, matrix in some_quantized():
-        product, x = CpuLinear(matrix), torch.randn(40, matrix.shape[1], generator=generator)
+        product, x = CpuLinear(matrix, rounds=rounds), torch.randn(40, matrix.shape[1], generator=generator)
         alone = torch.cat([product(row) for row in x.split(1)])
         for threads in (1, 2, 3):
             with on_threads(threads):
@@ -95,8 +126,10 @@ def test_what_is_packed() -> None:
     torch.testing.assert_close(CpuLinear(groups)(x), x @ groups.decode().T)  # by its numbers
 
 
-def test_sections_of_several_kinds() -> None:
-    """One below the other, of which each but the last is whole panels; else they are decoded."""
+@pytest.mark.parametrize("rounds", [False, True], ids=["floats", "integers"])
+def test_sections_of_several_kinds(rounds: bool) -> None:
+    """One below the other, of which each but the last is whole panels; else they are decoded. Beside a plain one no
+    inputs are rounded."""
     generator = torch.Generator().manual_seed(6)
     for sizes in ((64, 32, 40), (64, 40, 32)):
         parts: tuple[Weight, ...] = (
@@ -106,7 +139,8 @@ def test_sections_of_several_kinds() -> None:
         )
         whole = torch.cat([part if isinstance(part, Tensor) else part.decode() for part in parts])
         bias, x = torch.randn(136, generator=generator), torch.randn(14, 256, generator=generator)
-        product = CpuLinear(parts, bias)
+        product = CpuLinear(parts, bias, rounds)
+        assert not product._matrix.rounds
         assert (product._matrix.kind == Kind.SECTIONS) is (sizes[1] == 32)
         with on_threads(3):
             torch.testing.assert_close(product(x), x @ whole.T + bias, atol=1e-4, rtol=1e-5)

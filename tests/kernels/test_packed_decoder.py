@@ -23,7 +23,7 @@ MIXES = {
 }
 
 
-def decoder(mix: str, decoded: bool, tied: bool = True) -> CpuDecoder:
+def decoder(mix: str, decoded: bool, tied: bool = True, rounds: bool = False) -> CpuDecoder:
     """Two layers whose matrices are of a mix's kinds in turn, packed or as the numbers that they stand for."""
     seeds, kinds = iter(range(100)), MIXES[mix]
 
@@ -52,7 +52,16 @@ def decoder(mix: str, decoded: bool, tied: bool = True) -> CpuDecoder:
     embeddings = weight(VOCAB, HIDDEN)
     head = embeddings if tied else weight(VOCAB, HIDDEN)
     return CpuDecoder(
-        embeddings, layers, ones, head, kind=None, heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5
+        embeddings,
+        layers,
+        ones,
+        head,
+        kind=None,
+        rounds=rounds,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        eps=1e-5,
+        scale=DIM**-0.5,
     )
 
 
@@ -88,20 +97,23 @@ def adapter() -> CpuAdapters:
     return bank
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["floats", "integers"])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_pass_is_that_of_the_numbers(mix: str, tied: bool) -> None:
-    packed, plain = decoder(mix, decoded=False, tied=tied), decoder(mix, decoded=True, tied=tied)
+def test_a_pass_is_that_of_the_numbers(mix: str, tied: bool, rounds: bool) -> None:
+    packed, plain = decoder(mix, decoded=False, tied=tied, rounds=rounds), decoder(mix, decoded=True, tied=tied)
+    assert packed.rounds_some is rounds
     for num_rows in (1, 5, 13, 40):
         for found, expected in zip(run(packed, num_rows), run(plain, num_rows), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found, expected, atol=1e-3 if rounds else 1e-4, rtol=1e-4)
         assert bool(run(packed, num_rows)[1].abs().amax() > 0.1)
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["floats", "integers"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_rows_have_the_bits_that_they_have_among_fewer(mix: str) -> None:
+def test_rows_have_the_bits_that_they_have_among_fewer(mix: str, rounds: bool) -> None:
     """And by any number of threads."""
-    model, before = decoder(mix, decoded=False), torch.get_num_threads()
+    model, before = decoder(mix, decoded=False, rounds=rounds), torch.get_num_threads()
     whole = run(model, 40)
     try:
         for num_rows, threads in ((1, 1), (2, 3), (3, 2), (12, 1), (13, 3), (39, 2)):

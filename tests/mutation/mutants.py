@@ -61,6 +61,8 @@ SCHEDULER = "target_service/outrider/target_service/scheduler.py"
 STEPS = "target_service/outrider/target_service/steps.py"
 DEVICE_VERIFIER = "target_service/outrider/target_service/device_verifier.py"
 PACKED = "kernels/outrider/kernels/cpu/packed.h"
+PACKED_FLOATS = "kernels/outrider/kernels/cpu/packed_floats.h"
+PACKED_INTEGERS = "kernels/outrider/kernels/cpu/packed_integers.h"
 PACKING = "kernels/outrider/kernels/cpu/packed.py"
 INTEGERS = "engine/outrider/engine/quantized/numbers.py"
 LOADER = "engine/outrider/engine/loader.py"
@@ -410,21 +412,30 @@ MUTANTS = (
     Mutant(PACKING, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
            "    yield given.scales\n",
            "    yield given.scales.roll(1, dims=1)\n"),
-    Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+    Mutant(PACKED_FLOATS, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
            "                                             step->scales[first + part], at);",
            "                                             step->scales[0], at);"),
     Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
-           "zeros = from_bytes((const int8_t *)from + at) + all(128.0f);",
-           "zeros = all(128.0f);"),
-    Mutant(PACKED, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "span->zeros[at] = ((const int8_t *)from)[at] + 128;",
+           "span->zeros[at] = 128;"),
+    Mutant(PACKED_FLOATS, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
            "    for (int64_t k = 0; k < inputs; k += STEP_IN, panel += code_bytes(kind)) {",
            "    for (int64_t k = 0; k + STEP_IN < inputs; k += STEP_IN, panel += code_bytes(kind)) {"),
-    Mutant(PACKED, "tests/kernels/test_packed.py::test_rows_have_the_bits_that_they_have_alone",
+    Mutant(PACKED_FLOATS, "tests/kernels/test_packed.py::test_rows_have_the_bits_that_they_have_alone",
            "        if (rows * VECTORS <= 4) {",
            "        if (rows > 1) {\n            add_parts(kind, rows, 1, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n            add_parts(kind, rows, 0, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n        } else if (rows * VECTORS <= 4) {"),
-    Mutant(PACKED, "tests/lossless/test_law_in_few_bits.py::test_windows_have_the_bits_of_plain_decoding",
-           "        if (rows * VECTORS <= 4) {",
-           "        if (rows > 1) {\n            add_parts(kind, rows, 1, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n            add_parts(kind, rows, 0, 1, packing->table, panel, scaled, whole, &span, &step, totals);\n        } else if (rows * VECTORS <= 4) {"),
+    Mutant(PACKED_INTEGERS, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
+           "for (int64_t at_step = 0; at_step < steps; at_step++,",
+           "for (int64_t at_step = 0; at_step + 1 < steps; at_step++,"),
+    Mutant(PACKED_INTEGERS, "tests/kernels/test_packed.py::test_rows_have_the_bits_that_they_have_alone",
+           "* all(own->scale);",
+           "* all(x->scale);"),
+    Mutant(PACKED_INTEGERS, "tests/lossless/test_law_in_few_bits.py::test_windows_have_the_bits_of_plain_decoding",
+           "* all(own->scale);",
+           "* all(x->scale);"),
+    Mutant(PACKED_INTEGERS, "tests/kernels/test_packed.py::test_what_is_no_number_stays_none",
+           "(most > FAINTEST ? most / WIDEST : 0.0f) + sum(spoiled);",
+           "most > FAINTEST ? most / WIDEST : 0.0f;"),
     Mutant(INTEGERS, "tests/engine/test_quantized.py::test_a_last_group_that_is_not_whole",
            "return torch.arange(self.codes.shape[1]) // self.group",
            "return (torch.arange(self.codes.shape[1]) // self.group).clamp(max=self.codes.shape[1] // self.group - 1)"),
@@ -432,7 +443,7 @@ MUTANTS = (
            "if self.group_of is not None or self.codes.shape[1] % self.group or beyond:",
            "if self.group_of is not None or beyond:"),
     Mutant(LOADER, "tests/lossless/test_statistics_in_few_bits.py::test_tokens_follow_the_law_of_their_numbers",
-           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)",
-           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, \"int4\")"),
+           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization, activations)",
+           "model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, \"int4\", activations)"),
 )
 # fmt: on

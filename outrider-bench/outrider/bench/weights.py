@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.bench.harness import PEER_START_S, Batches, BenchWorker, PairSettings, Temperatures, report_failures
 from outrider.bench.pair import BenchBackend, Cell, Run, WorkerBackend, alternate
-from outrider.bench.prompts import read_prompts
+from outrider.bench.prompts import read_prompts, read_texts
 from outrider.bench.results import ForeignLoad, Json, align, bracketed, new_result, note, spread, title, where
 from outrider.cli.arguments import load_tokenizer, parse, split_ids
 from outrider.rpc.hub import locate
@@ -30,8 +31,8 @@ AS_IT_IS = "as it is"
 PLAIN = "outrider plain"
 QUICK = {"batches": (1,), "temperatures": (0.0,), "repeats": 1, "max_tokens": 16, "store": False}
 DESCRIPTION = (
-    "Measure a GGUF file here and under llama.cpp (by llama-cpp-python, batches by llama_decode), plain and with drafts. "
-    "Without --gguf the file is the expansion of the embedded pair's target."
+    "Measure a GGUF file here and under llama.cpp (by llama-cpp-python, batches by llama_decode), plain and with "
+    "drafts. Without --gguf the file is the expansion of the embedded pair's target."
 )
 
 
@@ -46,27 +47,41 @@ class WeightsSettings(PairSettings):
     )
     llama_python: Path = Field(description="python of a virtual environment with llama-cpp-python and gguf")
     ways: Annotated[tuple[Way, ...], BeforeValidator(split_ids)] = Field(
-        (), description="ours (default: plain,suffix and, of the expansion draft, of a file self:int4)"
+        (), description="ours (default: plain, draft or of a file self:int4, and suffix where no prompt comes twice)"
     )
     batches: Batches = Field((1, 4, 8), min_length=1, description="numbers of streams at once, as in 1,4")
     temperatures: Temperatures = Field((0.0, 1.0), min_length=1, description="temperatures, as in 0,1")
     max_tokens: int = Field(128, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(5, ge=1, le=100, description="runs of each way of decoding, in random order")
-    prompts: Path | None = Field(None, description="texts: at least as many as the largest batch")
+    prompts: Path | None = Field(
+        None,
+        description="texts: at least as many as the largest batch; of ways that remember, for every repeat and one",
+    )
     quick: bool = Field(False, description="does it run? One stream, one repeat; stores nothing")
 
     @model_validator(mode="after")
     def _check_file(self) -> Self:
         if self.gguf is not None and "draft" in self.ways and self.draft is None:
             raise ValueError("ways names draft, and of a file of your own there is none; allowed: --draft DIR with it")
+        if "suffix" in self.ways and (num := len(read_texts(self.prompts))) < self.num_fresh:
+            raise ValueError(
+                f"prompts: {num} texts, with ways that remember answers; allowed: {self.num_fresh} or more"
+            )
         return self
 
     def effective(self) -> WeightsSettings:
         """With what --quick stands for, and the ways that the file has."""
-        own: tuple[Way, ...] = ("plain", "suffix", "draft" if self.has_draft else "self:int4")
+        own: tuple[Way, ...] = ("plain", "draft" if self.has_draft else "self:int4")
+        if len(read_texts(self.prompts)) >= self.num_fresh:
+            own = (*own, "suffix")
         kinds: tuple[GgufKind, ...] = () if self.gguf else ("Q8_0", "Q4_0", "Q4_K_M")
         filled = self.filled(QUICK) if self.quick else self
         return filled.model_copy(update={"ways": self.ways or own, "kinds": self.kinds or kinds})
+
+    @property
+    def num_fresh(self) -> int:
+        """Prompts of which none comes twice to one way and cell."""
+        return max(self.batches) * (self.repeats + 1)
 
     @property
     def has_draft(self) -> bool:
@@ -92,7 +107,8 @@ def run(settings: WeightsSettings) -> Json:
         folders, pair = settings.expanded(settings.gguf is None, stack)
         target = folders.target if settings.gguf is None else settings.gguf
         tokenizer = load_tokenizer(locate(target), "--gguf")
-        prompts = read_prompts(tokenizer, settings.prompts, max(settings.batches))
+        num = min(settings.num_fresh, len(read_texts(settings.prompts)))
+        prompts = read_prompts(tokenizer, settings.prompts, max(num, *settings.batches))[:num]
         setup = {
             "pair": pair if settings.gguf is None else settings.gguf.name, "k": settings.num_draft_tokens,
             "max_tokens": settings.max_tokens, "prompt_tokens": len(prompts[0]), "repeats": settings.repeats,
@@ -141,11 +157,14 @@ def start_ways(stack: ExitStack, settings: WeightsSettings, path: Path, draft: P
 def measure(
     settings: WeightsSettings, cell: Cell, backends: Sequence[BenchBackend], prompts: Sequence[Sequence[int]]
 ) -> Json:
-    """All repeats of a cell; ratios repeat by repeat."""
-    foreign = ForeignLoad()
+    """All repeats of a cell, each on prompts of its own where there are so many; ratios repeat by repeat."""
+    foreign, calls = ForeignLoad(), Counter[str]()
 
     def decode(backend: BenchBackend, seed: int) -> Run:
-        return backend.decode(cell, prompts[: cell.batch], settings.max_tokens, seed)
+        first = calls[backend.name] * cell.batch
+        calls[backend.name] += 1
+        own = [prompts[at % len(prompts)] for at in range(first, first + cell.batch)]
+        return backend.decode(cell, own, settings.max_tokens, seed)
 
     runs = alternate(backends, decode, settings.repeats, settings.seed)
     speeds = {name: [each.tokens_per_s for each in own] for name, own in runs.items()}

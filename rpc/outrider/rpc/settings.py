@@ -240,8 +240,8 @@ class ModelSettings(ServiceSettings):
     dtype: Dtype = "auto"
     activations: Literal["int16", "float32"] = Field(
         "int16",
-        description="what rows are where they meet quantised weights on a CPU: int16 (each 32 numbers rounded to 16 bits "
-        "together, for products of integers) or float32, which rounds nothing and is slower; replicas must agree",
+        description="what rows are where they meet quantised weights on a CPU: int16 (each 32 numbers are rounded to "
+        "16 bits together, for products of integers) or float32 (nothing is rounded; slower); replicas must agree",
     )
     device: Device = "cpu"
     threads: Threads = None

@@ -33,7 +33,7 @@ def told_as(folder: Path, config: Mapping[str, Any]) -> str:
     none."""
     said, kept = said_of(config), kept_as(folder, config)
     leaves_out = isinstance(said, Mapping) and rounds_activations(said)
-    return f"{kept} (activations not rounded)" if leaves_out else kept
+    return f"{kept} (input_activations not applied)" if leaves_out else kept
 
 
 def is_known(quantization: str | None, kept: str) -> bool:

@@ -39,9 +39,9 @@ class CompressedTensors:
         for name, scheme in self._config.config_groups.items():
             _require_served(name, scheme.weights, scheme.format or self._config.format)
             if scheme.input_activations is not None:
-                log.warning("quantization_config: %s: activations are not rounded, they stay as they are", name)
+                log.warning("quantization_config: %s: input_activations are not applied", name)
         if self._config.kv_cache_scheme is not None:
-            log.warning("quantization_config: keys and values are not rounded, they stay as they are")
+            log.warning("quantization_config: kv_cache_scheme is not applied: keys and values are not rounded")
 
     def module(self, name: str) -> str | None:
         """The module of which a tensor of that name is the weight; None: of none that is quantised."""
