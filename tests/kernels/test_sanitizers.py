@@ -30,8 +30,9 @@ TIMEOUT_S = 280
 MUTANTS = {
     "best.c": ("AddressSanitizer", "at < count; at++) best[at] = none", "at <= count; at++) best[at] = none"),
     "noise.c": ("runtime error", "(uint32_t)purpose << 28", "(uint32_t)((int32_t)(purpose + 8) << 28)"),
-    "packed.h": ("AddressSanitizer", "k < inputs; k += STEP_IN, panel += code_bytes(kind)",
-                 "k <= inputs; k += STEP_IN, panel += code_bytes(kind)"),
+    "packed_floats.h": ("AddressSanitizer", "k < inputs; k += STEP_IN, panel += code_bytes(kind)",
+                        "k <= inputs; k += STEP_IN, panel += code_bytes(kind)"),
+    "packed_integers.h": ("AddressSanitizer", "at_step < steps; at_step++", "at_step <= steps; at_step++"),
     "tiles.h": ("AddressSanitizer", "step < steps; step++, x += TILE", "step <= steps; step++, x += TILE"),
 }  # fmt: skip
 
@@ -148,7 +149,7 @@ def multiply(rng: random.Random, torch: Any) -> None:
     kept = maybe_quantized(rng, outputs, inputs) if rng.random() < 0.6 else None
     weight = weight if kept is None else kept.decode()
     bias = torch.randn(outputs) if rng.random() < 0.5 else None
-    product = CpuLinear(weight if kept is None else kept, bias)
+    product = CpuLinear(weight if kept is None else kept, bias, rounds=rng.random() < 0.5)
     x = torch.randn(rows, inputs)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias), atol=1e-3, rtol=1e-3)
 
@@ -236,7 +237,7 @@ def decode(rng: random.Random, torch: Any) -> None:
     if half and isinstance(embeddings, torch.Tensor):
         embeddings = embeddings.bfloat16()
     model = CpuDecoder(
-        embeddings, layers, numbers(hidden), head, kind=kind,
+        embeddings, layers, numbers(hidden), head, kind=kind, rounds=rng.random() < 0.5,
         heads=heads, kv_heads=kv_heads, eps=1e-5, scale=dim**-0.5,
         activation="gelu_tanh" if is_gelu else "silu", attention_softcap=2.0 if is_gelu else None,
         logit_softcap=3.0 if is_gelu else None,
