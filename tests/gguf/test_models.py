@@ -40,7 +40,9 @@ def test_logits_are_the_checkpoints(family: str, kernels: str, tmp_path: Path) -
 def test_quantised_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None:
     file, _ = as_gguf(tmp_path / "model.gguf", family, kind)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
-    torch.testing.assert_close(logits_of(load_model(locate(file)), IDS), hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_of(load_model(locate(file), activations="float32"), IDS), hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_factors_of_frequencies_are_llama_3s(tmp_path: Path) -> None:
