@@ -111,7 +111,7 @@ def test_a_fault_is_seen(file: str, preload: str, tmp_path: Path, monkeypatch: p
     assert text.count(right) == 1
     (sources / file).write_text(text.replace(right, wrong), encoding="utf-8")
     monkeypatch.setattr(build, "SOURCES", sources)
-    done = computed(compiled(name, tmp_path), preload, 4)
+    done = computed(compiled(name, tmp_path), preload, 12)
     assert done.returncode != 0 and sanitizer in done.stderr, done.stderr[-4000:]
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.engines import TargetHarness, opened
 from support.models import save_tiny
 from torch import Tensor
@@ -27,7 +27,9 @@ from outrider.proposers.heads.loading import load_head
 from outrider.rpc.messages import Credit
 from outrider.training import heads
 from outrider.training.course import CoursePlan
+from outrider.training.distill import DistillWeights
 from outrider.training.heads import (
+    MOST_SPREAD,
     HeadMethod,
     HeadPlan,
     HeadTarget,
@@ -35,6 +37,7 @@ from outrider.training.heads import (
     likeliest_tokens,
     make_head,
     new_head,
+    spread,
 )
 from outrider.training.teacher import Teacher
 from outrider.training.train_command import main
@@ -193,10 +196,30 @@ def test_a_heads_last_norm_begins_as_the_targets(family: str, tmp_path: Path) ->
     assert torch.equal(HeadTarget.read(tmp_path / family, loaded).norm, stored + (family == "gemma"))
 
 
+def test_a_head_begins_with_no_certainties(tmp_path: Path) -> None:
+    """Whatever the target's last norm: of one that is ten times as loud the first logits are no further apart, and what
+    the head has to say of any token still has a gradient."""
+    weights = [torch.randn(40, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    whole, picked = torch.zeros(40), (torch.cat(weights, dim=1) - 90.0).requires_grad_()
+    picked.data[:, 0] = -torch.inf  # what it cannot say
+    loss, overlap = DistillWeights().apart(whole, picked, torch.full((40, 5), 0.2))
+    (gradient,) = torch.autograd.grad(loss.sum(), picked)
+    assert bool((gradient[:, 1:] != 0).all()) and bool((gradient[:, 0] == 0).all()) and bool(loss.isfinite().all())
+    assert bool((overlap < 1e-12).all())
+    folder = save_tiny(tmp_path / "loud", "gemma")
+    state = load_file(folder / "model.safetensors")
+    loud = {name: 60 * weight if name == "model.norm.weight" else weight for name, weight in state.items()}
+    save_file(loud, folder / "model.safetensors", {"format": "pt"})
+    target = HeadTarget.read(folder, load_model(folder))
+    assert spread(target) > 2 * MOST_SPREAD
+    plan = HeadPlan(target=folder, corpus=folder, out=folder, method="eagle3")
+    _, head = new_head(plan, target, torch.arange(97))
+    logits = head.language_head.logits(torch.randn(500, 64) * head.get_parameter("norm.weight"))
+    assert MOST_SPREAD / 2 < logits.std(-1).mean() < 2 * MOST_SPREAD
+
+
 def test_a_target_of_other_names_is_refused(tmp_path: Path, target: Path) -> None:
     loaded = load_model(target)
-    from safetensors.torch import save_file
-
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor model.norm.weight"):

@@ -32,8 +32,9 @@ class DistillWeights:
         """How far a draft is from a target whose likeliest tokens are known. whole: [...], the logarithm of the sum of
         all logits' exponentials; picked: [..., TOP + 1], the logits of the target's likeliest tokens and of the text's
         own; top_probs: [..., TOP]. Returns the loss, up to the target's entropy, which is given, and how likely the
-        draft's token would be accepted, [...] each. What a draft cannot say counts as hardly ever said."""
-        log_probs = (picked - whole[..., None]).clamp_min(LEAST_LOG_PROB)
+        draft's token would be accepted, [...] each. What a draft cannot say counts as hardly ever said; what it could,
+        and says still less, keeps its gradient, or one that begins far off would learn nothing."""
+        log_probs = (picked - whole[..., None]).masked_fill(picked.isneginf(), LEAST_LOG_PROB)
         top, text = log_probs[..., :-1], log_probs[..., -1]
         overlap = torch.minimum(top_probs, top.exp()).sum(-1)
         loss = -self.divergence * (top_probs * top).sum(-1) - self.refusal * overlap - self.text * text

@@ -59,6 +59,7 @@ from outrider.training.train import train
 NORM = "model.norm.weight"
 HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp"]
 NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4}
+MOST_SPREAD = 4.0  # of the logits of a head's first states, as a standard deviation
 NUM_ENDS = 96  # places of a window after which a step drafts
 SMALL_VOCAB = 8192  # outputs of an eagle3 that is to be small
 SAME_AS_TARGET = (
@@ -239,7 +240,8 @@ def new_head(plan: HeadPlan, target: HeadTarget, stream: Tensor) -> tuple[dict[s
 @torch.no_grad()
 def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> HeadModule:
     """The head with random weights, but that what writes to its residual stream is zero, and that it reads its last
-    state as the target does."""
+    state as the target does; less loudly where that would make a random state sure of a token, as a Gemma's norm
+    does: a head that begins with certainties unlearns them first."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(head.named_parameters()):
         if name.endswith(("o_proj.weight", "down_proj.weight", ".bias")) or name.startswith("blocks."):
@@ -247,10 +249,16 @@ def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> Head
         elif name == "lm_head.weight":
             weight.copy_(target.weights.output[getattr(head, "_ids", None) if hasattr(head, "d2t") else slice(None)])
         elif name == "norm.weight" or name.endswith("final_layernorm.weight"):
-            weight.copy_(target.norm)
+            weight.copy_(target.norm * min(1.0, MOST_SPREAD / spread(target)))
         elif weight.ndim == 2:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
     return head.train()
+
+
+def spread(target: HeadTarget) -> float:
+    """The standard deviation of the logits that the target's last norm and output make of random states."""
+    rows = target.weights.output[:: max(1, len(target.weights.output) // 4096)].float() * target.norm  # [some, hidden]
+    return float(rows.square().sum(1).mean().sqrt())
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ typedef struct {
 #else
     int16_t evens[PART_IN], odds[PART_IN]; /* integers 0, 2, ... and 1, 3, ... */
 #endif
-    int32_t wholes[2]; /* sums of each 16 */
+    uint32_t wholes[2]; /* sums of each 16, of signed ones */
     float scale;
 } Rounded;
 
@@ -38,7 +38,7 @@ INLINE float largest(const float *x) {
     return lanes[0];
 }
 
-/* x: [32]. What is no number makes the scale none. */
+/* x: [32]. What is no number makes the scale none, and its integers are whatever they are: sums wrap around. */
 INLINE void round_inputs(const float *x, Rounded *out) {
     const floats magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     float most = largest(x), factor = most > FAINTEST ? WIDEST / most : 0.0f;
@@ -51,8 +51,8 @@ INLINE void round_inputs(const float *x, Rounded *out) {
     }
     out->scale = (most > FAINTEST ? most / WIDEST : 0.0f) + sum(spoiled);
     for (int part = 0; part < 2; part++) {
-        int32_t total = 0;
-        for (int k = 0; k < PART_IN; k++) total += whole[part * PART_IN + k];
+        uint32_t total = 0;
+        for (int k = 0; k < PART_IN; k++) total += (uint32_t)whole[part * PART_IN + k];
         out->wholes[part] = total;
     }
 #ifdef __AVX512VNNI__
@@ -65,9 +65,9 @@ INLINE void round_inputs(const float *x, Rounded *out) {
 
 /* A sum of products of codes and integers. */
 typedef struct {
-    integers total;
+    words total;
 #ifdef __AVX512VNNI__
-    integers upper;
+    words upper;
 #endif
 } Whole;
 
@@ -82,30 +82,30 @@ INLINE void add_quad(Whole *sum, words codes, const Rounded *x, const int quad) 
 #ifdef __AVX512VNNI__
     __m512i lower = _mm512_set1_epi32(word_from(x->lower + quad * 4)), upper;
     upper = _mm512_set1_epi32(word_from(x->upper + quad * 4));
-    sum->total = (integers)_mm512_dpbusd_epi32((__m512i)sum->total, (__m512i)codes, lower);
-    sum->upper = (integers)_mm512_dpbusd_epi32((__m512i)sum->upper, (__m512i)codes, upper);
+    sum->total = (words)_mm512_dpbusd_epi32((__m512i)sum->total, (__m512i)codes, lower);
+    sum->upper = (words)_mm512_dpbusd_epi32((__m512i)sum->upper, (__m512i)codes, upper);
 #elif defined(__SSE2__)
     words evens = codes & 0x00ff00ff, odds = codes >> 8 & 0x00ff00ff;
     int32_t first = word_from(x->evens + quad * 2), second = word_from(x->odds + quad * 2);
 #if defined(__AVX512BW__)
-    sum->total += (integers)_mm512_madd_epi16((__m512i)evens, _mm512_set1_epi32(first));
-    sum->total += (integers)_mm512_madd_epi16((__m512i)odds, _mm512_set1_epi32(second));
+    sum->total += (words)_mm512_madd_epi16((__m512i)evens, _mm512_set1_epi32(first));
+    sum->total += (words)_mm512_madd_epi16((__m512i)odds, _mm512_set1_epi32(second));
 #elif defined(__AVX2__)
-    sum->total += (integers)_mm256_madd_epi16((__m256i)evens, _mm256_set1_epi32(first));
-    sum->total += (integers)_mm256_madd_epi16((__m256i)odds, _mm256_set1_epi32(second));
+    sum->total += (words)_mm256_madd_epi16((__m256i)evens, _mm256_set1_epi32(first));
+    sum->total += (words)_mm256_madd_epi16((__m256i)odds, _mm256_set1_epi32(second));
 #else
-    sum->total += (integers)_mm_madd_epi16((__m128i)evens, _mm_set1_epi32(first));
-    sum->total += (integers)_mm_madd_epi16((__m128i)odds, _mm_set1_epi32(second));
+    sum->total += (words)_mm_madd_epi16((__m128i)evens, _mm_set1_epi32(first));
+    sum->total += (words)_mm_madd_epi16((__m128i)odds, _mm_set1_epi32(second));
 #endif
 #else
     for (int half = 0; half < 2; half++) {
-        sum->total += (integers)(codes >> half * 16 & 255) * x->evens[quad * 2 + half];
-        sum->total += (integers)(codes >> (half * 16 + 8) & 255) * x->odds[quad * 2 + half];
+        sum->total += (codes >> half * 16 & 255) * (uint32_t)x->evens[quad * 2 + half];
+        sum->total += (codes >> (half * 16 + 8) & 255) * (uint32_t)x->odds[quad * 2 + half];
     }
 #endif
 }
 
-INLINE integers total_of(const Whole *sum) {
+INLINE words total_of(const Whole *sum) {
 #ifdef __AVX512VNNI__
     return (sum->upper << 8) + sum->total;
 #else
@@ -141,12 +141,12 @@ INLINE void multiply_rounded(const int kind, const int rows, const Packing *pack
 #pragma GCC unroll 4
                     for (int row = 0; row < rows; row++) add_quad(sums + row, codes, x + row * steps, quad);
                 }
-                integers zeros = *(const integers *)(span.zeros + at * LANES);
+                words zeros = *(const words *)(span.zeros + at * LANES);
 #pragma GCC unroll 4
                 for (int row = 0; row < rows; row++) {
                     const Rounded *own = x + row * steps;
-                    int32_t whole = together == STEP_IN ? own->wholes[0] + own->wholes[1] : own->wholes[first / PART_IN];
-                    integers sum = total_of(sums + row) - zeros * whole;
+                    uint32_t whole = together == STEP_IN ? own->wholes[0] + own->wholes[1] : own->wholes[first / PART_IN];
+                    integers sum = (integers)(total_of(sums + row) - zeros * whole);
                     floats scale = load(step.scales[first / PART_IN] + at * LANES) * all(own->scale);
                     totals[row][at] += __builtin_convertvector(sum, floats) * scale;
                 }
@@ -154,7 +154,7 @@ INLINE void multiply_rounded(const int kind, const int rows, const Packing *pack
         if (!packing->has_minima) continue;
         for (int row = 0; row < rows; row++) {
             const Rounded *own = x + row * steps;
-            float whole = (float)(own->wholes[0] + own->wholes[1]) * own->scale;
+            float whole = (float)(int32_t)(own->wholes[0] + own->wholes[1]) * own->scale;
             for (int at = 0; at < VECTORS; at++) totals[row][at] -= all(whole) * load(step.minima + at * LANES);
         }
     }
