@@ -18,19 +18,19 @@ from outrider.llm import LLM, SamplingParams
 from outrider.rpc.hub import locate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-TOP_K, DEPTH, NUM_DRAWS = 6, 3, 3000
+TOP_K, DEPTH, NUM_DRAWS = 6, 3, 1500
 PROMPT = "The three largest cities of the country are"
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
 def test_draws_follow_the_models_law(acceptance: str, model: Path, tokenizer: Tokenizer) -> None:
     ids = list(tokenizer.encode(PROMPT))
-    config: dict[str, Any] = {"model": "self:int4", "num_speculative_tokens": DEPTH, "acceptance": acceptance}
+    config: dict[str, Any] = {"model": "self:int4", "num_speculative_tokens": DEPTH}
     sampling = [
         SamplingParams(temperature=1.0, top_k=TOP_K, max_tokens=DEPTH, seed=seed, ignore_eos=True, detokenize=False)
         for seed in range(NUM_DRAWS)
     ]
-    with LLM(model, speculative_config=config, max_model_len=64) as llm:
+    with LLM(model, speculative_config=config, acceptance=acceptance, max_model_len=64) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids}] * NUM_DRAWS, sampling, use_tqdm=False)
     draws = np.array([list(output.outputs[0].token_ids) for output in outputs])  # [draws, depth]
     loaded = load_model(locate(model))
