@@ -1,20 +1,13 @@
-"""The bench runs, prints its tables and writes JSON that says the same; nothing here judges a speed.
-
-What the bench writes for llama.cpp."""
+"""The bench runs, prints its tables and writes JSON that says the same; nothing here judges a speed."""
 
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.bench import Measured, run_bench, texts_of
 from support.environment import START_S
 
@@ -130,39 +123,3 @@ def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, 
         pytest.raises(BenchWorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"),
     ):
         worker.receive(START_S)
-
-
-CONFIG = {
-    "model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "hidden_size": 8,
-    "intermediate_size": 8, "max_position_embeddings": 16, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "vocab_size": 4,
-}  # fmt: skip
-
-
-class Writer:
-    """Keeps the tensors that it is given, by name."""
-
-    tensors: dict[str, Any]
-
-    def __init__(self, *_: object) -> None:
-        type(self).tensors = {}
-
-    def add_tensor(self, name: str, tensor: Any) -> None:
-        self.tensors[name] = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-def test_llama_reads_every_number(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, in whatever type it is stored; the library is in the peer's environment alone."""
-    module: Any = ModuleType("gguf")
-    module.GGUFWriter = Writer
-    monkeypatch.setitem(sys.modules, "gguf", module)
-    grid = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    state = {"model.embed_tokens.weight": grid.to(stored), "model.norm.weight": torch.ones(8)}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    save_file(state, tmp_path / "model.safetensors")
-    peers.write_gguf(tmp_path, tmp_path / "single.gguf")
-    assert torch.equal(torch.tensor(Writer.tensors["token_embd.weight"]), grid.float())
-    assert torch.equal(torch.tensor(Writer.tensors["output_norm.weight"]), torch.ones(8))

@@ -152,6 +152,8 @@ def speculate(model: LlamaCpp, draft: LlamaCpp, prompt: Sequence[int], max_token
 def make(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The handler of peers.py; folders are written as GGUF in float32. Mode logits answers {"ids", "path"} with a file
     of NumPy's."""
+    import llama_cpp  # noqa: F401  # who lacks it learns so before a file is written
+
     with tempfile.TemporaryDirectory(prefix="outrider-gguf-") as folder:
         model = LlamaCpp(as_file(target, Path(folder)), threads, STREAMS[mode], exact=mode == "logits")
         drafts = LlamaCpp(as_file(draft, Path(folder)), threads, 1) if mode == "draft" else None
