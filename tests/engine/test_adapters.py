@@ -65,7 +65,7 @@ class Case:
         self.runner = ModelRunner(self.loaded.model, 32, adapters=self.resident)
 
     def _decoder(self, state: Mapping[str, Tensor]) -> LoadedModel:
-        return build_decoder(self.config, state, batch_invariant=self.invariant)
+        return build_decoder(self.config, state, batch_invariant=self.invariant, activations="float32")
 
     def load(self, folder: Path) -> LoadedAdapter:
         return load_adapter(folder, self.loaded.model, "base")

@@ -61,7 +61,7 @@ def test_weights_in_few_bits(kernels: str, rounding: Rounding) -> None:
     hf.load_state_dict(dict(state))
     assert (expected(hf, FIRST, TAPS) - before).abs().max() > 1e-2
     with cpu_kernels(kernels):
-        model = build_decoder(tiny_config(**sizes), state).model
+        model = build_decoder(tiny_config(**sizes), state, activations="float32").model
     check(hf, ModelRunner(model, 4, taps=TAPS))
 
 

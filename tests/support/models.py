@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.checkpoint import eos_ids
-from outrider.engine.loader import LoadedModel, Quantization, compute_dtype, find_device, new_decoder
+from outrider.engine.loader import Activations, LoadedModel, Quantization, compute_dtype, find_device, new_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder_config import parse_config
 from outrider.kernels.cpu.library import cpu_library
@@ -118,11 +118,13 @@ def build_decoder(
     device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     batch_invariant: bool = False,
+    activations: Activations = "int16",
     quantization: Quantization | None = None,
 ) -> LoadedModel:
     """Our own decoder from the contents of a config.json and tensors in memory; it has no digest."""
     place, parsed = find_device(device), parse_config(dict(config), max_model_len)
-    model = new_decoder(parsed, state, compute_dtype(dtype, place, config), place, batch_invariant, quantization)
+    computed = compute_dtype(dtype, place, config)
+    model = new_decoder(parsed, state, computed, place, batch_invariant, quantization, activations)
     return LoadedModel(model, str(config["model_type"]), eos_ids(config, {}), {}, digest="")
 
 

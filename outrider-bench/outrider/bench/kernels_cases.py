@@ -129,7 +129,8 @@ _REASONS = {
     ),
     "once, at load, where there are no C kernels": ("layers.through_int8",),
     "a question": (
-        "cpu.can_multiply", "cpu.can_pack", "cpu.kind_for", "dispatch.runs_triton", "quantized.can_pack",
+        "cpu.can_multiply", "cpu.can_pack", "cpu.can_round", "cpu.kind_for", "cpu.may_round", "cpu.narrowest",
+        "dispatch.runs_triton", "quantized.can_pack",
     ),
     "what is compared with, where weights are packed": ("quantized.unpack",),
     "a question; the pass itself is measured by `outrider bench`": ("cpu.can_run",),
