@@ -63,7 +63,7 @@ def test_products_are_those_of_the_numbers(rounds: bool) -> None:
         product = CpuLinear(matrix, bias, rounds)
         if rounds and can_round(matrix):
             largest = x.double().abs().unflatten(1, (-1, STEP)).amax(-1).repeat_interleave(STEP, dim=1)
-            room = room + largest @ numbers.abs().T * 2.0**-16
+            room = room + largest @ numbers.abs().T * 0.5 / WIDEST
         for rows in (1, 2, 3, 12, 13):
             assert bool(((product(x[:rows]) - expected[:rows]).abs() <= room[:rows]).all()), name
 

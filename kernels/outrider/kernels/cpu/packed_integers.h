@@ -1,5 +1,5 @@
 /* Rows of integers times quantised weights (packed.h). Each 32 inputs of a row become integers of 16 bits and what they
-   are multiplied with: the largest becomes WIDEST, so that no input moves by more than 2^-16 of it. Codes are integers
+   are multiplied with: the largest becomes WIDEST, so that no input moves by more than half a 1 of these. Codes are integers
    already; their products are added up exactly, so that no order and no processor changes a sum. What is added in
    float32 is one number for all inputs that share a scale, in ascending order. */
 #ifndef OUTRIDER_PACKED_INTEGERS_H
