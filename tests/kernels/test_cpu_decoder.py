@@ -75,7 +75,13 @@ def decoder(
     ]  # fmt: skip
     layers = [with_factors(layer, factors) for layer, factors in zip(layers, merged, strict=True)]
     head = weight(VOCAB, HIDDEN)
-    tensors = [matrix for layer in layers for matrix in layer.matrices if isinstance(matrix, Tensor)]
+    tensors = [
+        matrix
+        for layer in layers
+        for some in layer.multiplied_together
+        for matrix in some
+        if isinstance(matrix, Tensor)
+    ]
     kind = kind_for(all(map(is_bfloat16, [head, *tensors])))
     kind = Kind.BYTES if int8 else kind
     embeddings = normal(generator, NUM_EMBEDDINGS, HIDDEN)

@@ -189,6 +189,14 @@ def train_byte_level(vocab_size: int = 400) -> Backend:
     return backend
 
 
+def save_with_tokenizer(folder: Path, vocab_size: int, **options: Any) -> Path:
+    """Writes a checkpoint with a byte-level tokenizer of all its ids, and returns its folder."""
+    save_tiny(folder, vocab_size=vocab_size, **options)
+    train_byte_level(vocab_size).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
 def train_byte_fallback() -> Backend:
     """In the style of Llama 2: spaces as ▁, unknown characters as bytes, the first space stripped."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
-from support.models import save_tiny, train_byte_level
+from support.models import save_with_tokenizer
 
 VOCAB, LAYERS = 400, 6
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "def", "main", "return", "class", "self"]
@@ -15,10 +14,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "def", 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS)
-    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("target"), VOCAB, num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.models import save_tiny, train_byte_level
+from support.models import save_tiny, save_with_tokenizer
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.loader import load_model
@@ -25,10 +24,7 @@ VOCAB, LENGTH = 400, 24
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=4)
-    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("target"), VOCAB, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -119,11 +119,6 @@ class LayerWeights:
     window: int | None = None
 
     @property
-    def matrices(self) -> tuple[Weights, ...]:
-        """What rows are multiplied with."""
-        return self.qkv, self.output, self.gate, self.up, self.down
-
-    @property
     def multiplied_together(self) -> tuple[tuple[Weights, ...], ...]:
         """Those that the same rows are multiplied with, which lie in one way."""
         return (self.qkv,), (self.output,), (self.gate, self.up), (self.down,)
