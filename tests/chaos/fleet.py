@@ -170,7 +170,7 @@ class Fleet:
             target.arguments = ["target", *common, *weights, "--batch-invariant", "--threads", "1"]
         for draft in self.drafts:
             methods = ["--method", ",".join(self.drafting.methods), "--prompt-lookup-min", "2"]
-            draft.arguments = ["draft", *common, *methods, "--model", model, "--threads", "1"]
+            draft.arguments = ["draft", *common, *methods, "--model", model, "--threads", "1", "--allow-reload"]
         for gateway in self.gateways:
             peers = [
                 *("--target", ",".join(each.proxy.address for each in self.targets)),

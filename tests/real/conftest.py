@@ -19,7 +19,7 @@ from outrider.rpc.hub import locate
 START_S = 300.0
 MODEL = "gemma-3-270m-q4_k_m.gguf"
 PEERS = Path("outrider-bench/outrider/bench/peers.py")
-HEAD_STEPS = 12  # of a head that is there to be wrong and right; what more steps bring is in the documentation
+HEAD_STEPS = 40  # of a head that is there to be wrong and right; what more steps bring is in the documentation
 
 
 @pytest.fixture(scope="session")

@@ -46,4 +46,4 @@ def test_tokens_are_plain_decodings(method: str, model: Path, head: Path, paragr
     differing = sum(ours != theirs for ours, theirs in zip(tokens, wanted, strict=True))
     print(f"{method}: {NUM_PROMPTS} x {MAX_TOKENS} tokens, {accepted:.2f} of the drafted ones accepted")
     assert differing == 0
-    assert accepted < 1 and (accepted > 0 or method == "head")  # one trained for so short may be wrong each time
+    assert 0 < accepted < 1

@@ -60,7 +60,7 @@ def draft_settings(
 ) -> DraftSettings:
     """Settings of a draft whose model is in a folder."""
     target = arguments.tokenizer or arguments.model
-    given = {
+    given: dict[str, Any] = {
         "model": folder,
         "method": speculation.method,
         "speculative_token_tree": None if speculation.tree is None else speculation.speculative_token_tree,
@@ -69,6 +69,8 @@ def draft_settings(
         "allow_code": arguments.allow_code,
         "target_tokenizer": [target] if target is not None and has_tokenizer(target, folder) else [],
     }
+    if speculation.quantization is not None and device == "cpu":
+        given["dtype"] = "auto"  # LLM's dtype is the target's; on a CPU rounded weights meet float32
     return DraftSettings.model_validate(_of_both(arguments, device) | given)
 
 

@@ -1,0 +1,38 @@
+"""Runs the long arrays and writes docs/composition.md: python -m lossless.composition [--strength 3] [--seed 1]"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from chaos.fleet import Drafting, Fleet
+from lossless.composition import driver, processes
+from lossless.composition.page import PAGE, written
+from lossless.composition.processes import ProcessRow, process_rows
+from lossless.composition.table import rows
+
+
+async def _across(folder: Path, seed: int) -> dict[ProcessRow, str]:
+    async with Fleet("20", Drafting.of(seed)) as fleet:
+        return await processes.run(fleet, process_rows(2, seed), folder, print)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Everything with everything.")
+    parser.add_argument("--strength", type=int, choices=(2, 3), default=3, help="how many values meet in one process")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with TemporaryDirectory() as name:
+        found = driver.run(rows(given.strength, given.seed), Path(name))
+        across = asyncio.run(_across(Path(name), given.seed))
+    PAGE.write_text(written(found, across, given.strength, given.seed), encoding="utf-8")
+    failures = [*found.failures, *(f"{row}: {problem}" for row, problem in across.items() if problem)]
+    print("\n".join(failures) or f"{len(found.outcomes)} and {len(across)} rows, all as plain decoding: {PAGE}")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Folders of tiny random models that rows are served by: a target that knows tools and reasoning, drafts and heads that
+are right now and then, and an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lossless.composition.table import Method
+from safetensors.torch import load_file, save_file
+from support.adapters import save_adapter
+from support.heads import LAYOUTS, random_head_of, save_guess
+from support.models import other_weights, save_tiny, tiny_hf_model
+from support.tools import save_tool_tokenizer
+from torch import Tensor
+
+VOCAB = 400
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 128}  # packed products have inputs by 32
+SHARPER = 4.0  # factor on the head, so that sampled text has likely and unlikely tokens
+MOST = 16  # tokens drafted in a round, of the rows that ask for most
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
+# Its last branch opens what is reasoned in the prompt, where a request wants that.
+OPENS = "{% if opens %}<think>\n{% endif %}"
+
+
+class Checkpoints:
+    """The folders, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = save_tool_tokenizer("hermes", save_tiny(folder / "target", **SHAPE))
+        said = json.loads((self.target / "tokenizer_config.json").read_text())
+        said["chat_template"] += OPENS
+        (self.target / "tokenizer_config.json").write_text(json.dumps(said))
+        state = _sharpened(self.target)
+        self.draft = other_weights(self.target, folder / "draft", noise=0.05)
+        self.pard = other_weights(self.target, folder / "pard", noise=0.05)
+        config = json.loads((self.pard / "config.json").read_text())
+        (self.pard / "config.json").write_text(json.dumps(config | {"pard_token": VOCAB - 1}))
+        self.heads = {layout: random_head_of(self.target, layout, folder / layout) for layout in LAYOUTS}
+        self.heads["eagle"] = save_guess(folder / "guess", tiny_hf_model(**SHAPE))
+        for layout in ("eagle3", "p-eagle", "medusa"):
+            _speaks_as_target(self.heads[layout], state)
+        self.adapter = save_adapter(folder / "adapter", {n: t for n, t in state.items() if "layers" in n}, scale=0.05)
+
+    def speculative_config(self, method: Method) -> dict[str, Any] | None:
+        """What `LLM` is told of a method."""
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+        by_method: Mapping[str, Mapping[str, Any]] = {
+            "draft_model": {"model": self.draft},
+            "ngram": {"method": "ngram", **lookup},
+            "suffix": {"method": "suffix"},
+            "prediction": {"method": "prediction"},
+            "pard": {"model": self.pard, "method": "pard"},
+            "self:int4": {"model": "self:int4"},
+            "in turn": {"model": self.draft, "method": "prediction,suffix,draft_model"},
+            "draft tree": {"model": self.draft, "method": "draft_model", "speculative_token_tree": TREE},
+            "head tree": {"model": self.heads["eagle"], "speculative_token_tree": TREE},
+        }
+        if method == "none":
+            return None
+        if method in self.heads:
+            return {"model": str(self.heads[method]), "num_speculative_tokens": MOST}
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in by_method[method].items()}
+        return given if "speculative_token_tree" in given else given | {"num_speculative_tokens": MOST}
+
+
+def _sharpened(folder: Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint, with its head made sharper, in bfloat16."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.weight"] *= SHARPER
+    state = {name: tensor.bfloat16() for name, tensor in state.items()}
+    save_file(state, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return {name: tensor.float() for name, tensor in state.items()}
+
+
+def _speaks_as_target(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Gives a head the target's own output matrix, so that it says what the target does now and then."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if name == "lm_head.weight" or name.startswith("lm_heads."):
+            tensors[name] = state["lm_head.weight"].clone()
+        elif name.startswith("blocks."):
+            tensors[name] *= 0.1
+    save_file(tensors, file)

@@ -1,0 +1,213 @@
+"""The same across processes: what befalls the services while a row's request runs, by what way it came, how it is
+drafted and judged, and what it wants. Two targets, two drafts and two gateways of the embedded pair."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from chaos.asks import RULES, SHAPES, TIMEOUT_S, Answer, Ask, expectations
+from chaos.faults import Kill
+from chaos.fleet import Fleet, Member
+from chaos.over_http import SHAPES as OVER_HTTP
+from chaos.over_http import Asker, Choices
+from chaos.proxy import DOWN
+from chaos.streams import Readers, Stream, judge
+from lossless.composition.table import Exclusion, covering
+from support.models import other_weights
+
+from outrider.gateway.peers.remote import reload_model
+from outrider.llm import LLM, SamplingParams
+from outrider.llm.structured_outputs import StructuredOutputsParams
+from outrider.pairs import pair_path
+from outrider.rpc.channel import connect
+from outrider.rpc.words.sampling_params import FinishReason
+
+NUM_TOKENS = 96
+REACH_S, WHOLE_S = 60.0, 120.0
+Fault = Literal["none", "draft killed", "target killed", "gateway killed", "draft reloaded"]
+Transport = Literal["gRPC", "HTTP", "LLM over a gateway"]
+Drafts = Literal["a model", "ngram", "suffix", "a prediction", "a head", "in turn", "ahead", "the gateway's choice"]
+Shape = Literal[
+    "plain text", "penalties", "logprobs", "stop", "schema", "regex", "long prompt", "two completions",
+]  # fmt: skip
+RuleName = Literal["greedy", "coupled", "rejection", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """One combination."""
+
+    fault: Fault
+    transport: Transport
+    drafts: Drafts
+    rule: RuleName
+    shape: Shape
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values())
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {name: get_args(hint) for name, hint in get_type_hints(ProcessRow).items()}
+BY_HAND = "a client over HTTP goes on by hand after a fault"
+EXCLUSIONS = (
+    Exclusion(
+        ("transport", "shape"),
+        lambda row: row["transport"] == "HTTP" and row["shape"] not in OVER_HTTP,
+        "log probabilities and constraints over HTTP",
+        f"{BY_HAND}, and this one knows texts alone; both are in the first table, without faults",
+    ),
+    Exclusion(
+        ("transport", "rule"),
+        lambda row: row["transport"] == "HTTP" and row["rule"] in ("rejection", "block"),
+        "rejection over HTTP",
+        f"{BY_HAND}, and what it has to get is known of exact rules alone; both are in the first table",
+    ),
+    Exclusion(
+        ("transport", "drafts"),
+        lambda row: row["transport"] != "gRPC" and row["drafts"] == "a prediction",
+        "a prediction over HTTP, and by LLM over a gateway",
+        "it is told in token ids here; texts are in the first table",
+    ),
+    Exclusion(
+        ("transport", "drafts"),
+        lambda row: row["transport"] == "LLM over a gateway" and row["drafts"] in ("ahead", "the gateway's choice"),
+        "how far a draft runs ahead, by LLM over a gateway",
+        "LLM's mode is its own keyword, and the gateway's default is what the other rows of LLM have",
+    ),
+    Exclusion(
+        ("transport", "shape"),
+        lambda row: row["transport"] == "LLM over a gateway" and row["shape"] == "logprobs",
+        "log probabilities by LLM over a gateway",
+        "it has them as vLLM's objects; they are compared in tests/llm",
+    ),
+)
+
+
+def process_rows(strength: int, seed: int) -> list[ProcessRow]:
+    """A covering array, faults of a kind together."""
+    return sorted((ProcessRow(**row) for row in covering(FACTORS, EXCLUSIONS, strength, seed)), key=str)
+
+
+def ask_of(row: ProcessRow, number: int, fleet: Fleet) -> Ask:
+    """What it asks for."""
+    model, head = fleet.drafting.model, fleet.drafting.head
+    names: dict[str, dict[str, Any]] = {
+        "a model": {"method": model}, "ngram": {"method": "ngram"}, "suffix": {"method": "suffix"},
+        "a prediction": {"method": "prediction"}, "a head": {"method": head}, "in turn": {"method": f"ngram,{model}"},
+        "ahead": {"mode": "branches"}, "the gateway's choice": {},
+    }  # fmt: skip
+    how = names[row.drafts] | ({"num_draft_tokens": 4} if names[row.drafts] else {})
+    options: dict[str, Any] = {"prompt": "def parse_args(argv):\n", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    options |= {"seed": number, "salt": f"composition {number}", **RULES[row.rule], **how, **SHAPES[row.shape]}
+    return Ask(str(row), row.rule, row.shape, options)
+
+
+async def run(
+    fleet: Fleet, rows: Sequence[ProcessRow], folder: Path, told: Callable[[str], None]
+) -> dict[ProcessRow, str]:
+    """What was wrong with each; empty: nothing."""
+    asks = [ask_of(row, number, fleet) for number, row in enumerate(rows)]
+    expected = await expectations(asks, fleet)
+    worse = other_weights(pair_path().draft_by(fleet.drafting.model), folder / "worse")
+    found = {}
+    for row, ask in zip(rows, asks, strict=True):
+        found[row] = await _one(fleet, row, ask, expected, worse)
+        told(f"{row}: {found[row] or 'as plain decoding'}")
+    return found
+
+
+async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answer], worse: Path) -> str:
+    fault = asyncio.create_task(_befall(fleet, row.fault, worse)) if row.fault != "none" else None
+    await asyncio.sleep(0)  # it watches
+    stream = Stream(ask, row.transport, time.monotonic())
+    try:
+        stream.answer = await asyncio.wait_for(ASKING[row.transport](fleet, ask), TIMEOUT_S)
+    except Exception as error:
+        stream.error = f"{type(error).__name__}: {error}"
+    if stream.answer is not None:
+        judge(stream, stream.answer, expected, left=False)
+    missed = "" if fault is None else await fault
+    return stream.error or stream.change or missed
+
+
+async def _befall(fleet: Fleet, fault: Fault, worse: Path) -> str:
+    """Does it once the request's tokens pass, and puts all in order again; what did not take place."""
+    role, what = fault.split()
+    members: list[Member] = {"draft": fleet.drafts, "target": fleet.targets, "gateway": fleet.gateways}[role]
+    if what == "reloaded":
+        return await _reload(fleet, worse)
+    message = {"draft": "piece", "target": "commit", "gateway": "tokens"}[role]
+    proxies = [member.proxy for member in members]
+    watches = [proxy.watch(DOWN, message) for proxy in proxies]
+    waits = [asyncio.create_task(watch.reached.wait()) for watch in watches]
+    done, rest = await asyncio.wait(waits, timeout=REACH_S, return_when=asyncio.FIRST_COMPLETED)
+    struck = next((member for member, wait in zip(members, waits, strict=True) if wait in done), None)
+    blow = None if struck is None else Kill(struck)
+    if blow is not None:
+        await blow.strike()
+    for proxy, watch, wait in zip(proxies, watches, waits, strict=True):
+        if wait in rest:
+            wait.cancel()
+            proxy.unwatch()
+        else:
+            watch.release(lost=True)
+    took_place = blow is not None and await blow.heal()
+    return "" if await fleet.whole(WHOLE_S) and took_place else f"{role}: no fault took place"
+
+
+async def _reload(fleet: Fleet, worse: Path) -> str:
+    await asyncio.sleep(0.05)
+    own = pair_path().draft_by(fleet.drafting.model)
+    for folder in (worse, own):
+        for draft in fleet.drafts:
+            async with connect(draft.service.address) as channel:
+                await reload_model(channel, str(folder))
+    return ""
+
+
+async def _over_grpc(fleet: Fleet, ask: Ask) -> Answer:
+    readers = Readers(fleet, [ask], {}, 0)
+    await readers.give_up()
+    stream = await readers.read(ask, "gRPC", fleet.addresses)
+    if stream.error or stream.answer is None:
+        raise RuntimeError(stream.error)
+    return stream.answer
+
+
+async def _over_http(fleet: Fleet, ask: Ask) -> Answer:
+    choices, arrivals = Choices(ask), list[float]()
+    if problem := await Asker(fleet).ask(choices, arrivals):
+        raise RuntimeError(problem)
+    return choices.answer()
+
+
+async def _by_llm(fleet: Fleet, ask: Ask) -> Answer:
+    return await asyncio.to_thread(_generated, fleet.addresses, ask)
+
+
+def _generated(addresses: Sequence[str], ask: Ask) -> Answer:
+    """By `LLM`, whose requests have vLLM's words."""
+    options = dict(ask.options)
+    config = {name: options.pop(name) for name in ("method",) if name in options}
+    if "num_draft_tokens" in options:
+        config["num_speculative_tokens"] = options.pop("num_draft_tokens")
+    rule = options.pop("acceptance", None)
+    prompt, salt = options.pop("prompt"), options.pop("salt")
+    if (constraint := options.pop("structured_output", None)) is not None:
+        given = {"json": constraint.json_schema, "regex": constraint.regex}
+        options["structured_outputs"] = StructuredOutputsParams(**{n: v for n, v in given.items() if v is not None})
+    acceptance = "auto" if rule is None else rule.name.lower()
+    with LLM(gateway=",".join(addresses), acceptance=acceptance, speculative_config=config or None) as llm:
+        asked = [{"prompt": prompt, "cache_salt": salt}]
+        (output,) = llm.generate(asked, SamplingParams(**options), use_tqdm=False)
+    first, *others = (Answer(tuple(one.token_ids), one.text, REASONS[one.finish_reason], ()) for one in output.outputs)
+    return replace(first, others=tuple(others))
+
+
+REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, None: None}
+ASKING = {"gRPC": _over_grpc, "HTTP": _over_http, "LLM over a gateway": _by_llm}
