@@ -15,6 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_REQUESTS, NUM_TOKENS = 16, 32
 SIZES = {"512": 24, "128": NUM_TOKENS, "64": NUM_REQUESTS}  # of the page: prompt, output, requests
 VLLM = ".venv-vllm"
+GUIDELLM = (
+    "output_token_count", "output_tokens_per_second", "output_tokens_per_iteration", "time_to_first_token_ms",
+    "time_per_output_token_ms", "inter_token_latency_ms",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -48,12 +52,9 @@ def test_guidellm(lines: dict[str, str], served: Served, run: Run, tmp_path: Pat
     assert found["request_totals"] == {
         "successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS
     }  # fmt: skip
-    mean = {
-        name: found[name]["successful"]["mean"]
-        for name in found
-        if "successful" in found[name] and "request" not in name
-    }
+    mean = {name: found[name]["successful"]["mean"] for name in GUIDELLM}
     assert mean["output_token_count"] == NUM_TOKENS and mean["output_tokens_per_second"] > 0
+    assert mean["output_tokens_per_iteration"] > 1.05  # of a piece, which is a round's
     # Its time per output token counts the first, and the wait for it; its inter-token latency does not.
     first, rest = mean["time_to_first_token_ms"], mean["inter_token_latency_ms"]
     assert first > 0 and rest > 0

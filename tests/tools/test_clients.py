@@ -16,6 +16,7 @@ from tools.conftest import Run, Served
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FOLDER = Path(__file__).parent / "clients"
 PYTHON = [("openai",), ("litellm",), ("langchain",), ("langchain", "responses"), ("pydantic_ai",), ("instructor",)]
+OF_THEIR_OWN = {"instructor"}  # which has an environment of its own
 NPM = ["openai", "ai_sdk"]
 NPM_FOLDER = "build/tools/npm"
 
@@ -33,7 +34,8 @@ def test_python(how: tuple[str, ...], served: Served, text: str, run: Run, repos
     name, *rest = how
     command = ["python", FOLDER / f"with_{name}.py", served.url, served.model, *rest]
     more = {"PYTHONPATH": str(repository / "tests"), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the web
-    check(run("build/tools/clients", command, tmp_path, **more), text)
+    environment = f"build/tools/{name if name in OF_THEIR_OWN else 'clients'}"
+    check(run(environment, command, tmp_path, **more), text)
 
 
 @pytest.mark.parametrize("name", NPM)
