@@ -28,7 +28,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo types test quick nightly test-clients test-k8s test-images test-real test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo types test quick nightly test-clients test-tools test-k8s test-images test-real test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo 'make quick [ARGS="-k gateway"]                                    most tests, in minutes: no services, compilers, long decoding'
 	@echo 'make nightly [SEED=7]                                             everything, the long proofs too, with a fresh seed'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
+	@echo "make test-tools                                                   others' libraries and benchmarks against a gateway; installs them"
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make test-images                                                  the images, built and run by podman; Debian, as root'
 	@echo 'make test-real                                                    a real model, Gemma 3 270M, beside llama.cpp; installs both'
@@ -88,6 +89,10 @@ nightly:
 test-clients: $(STAMP)
 	examples/clients/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
+
+test-tools: $(STAMP) $(VLLM_STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python tests/tools/install.sh
+	$(QUIET) $(BIN)/python -m pytest --prove tests/tools -rs -s $(ARGS)
 
 test-k8s: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python tests/k8s/install.sh

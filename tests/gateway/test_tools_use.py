@@ -341,6 +341,17 @@ async def test_an_answer_of_a_form_beside_tools(choice: str | None) -> None:
             assert answer.choices[0].message.content == (output if "Oslo" in output else None)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_where_calls_are_required_a_form_of_the_answer_has_no_effect(choice: Any) -> None:
+    """Agents that require a call of their first step send both."""
+    async with gateway(target("hermes", "x"), tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        fields = {**ASKED, "tool_choice": choice}
+        for form in ({}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}):
+            await client.chat.completions.create(**fields, extra_body=form)
+        first, *others = (opened.sampling.structured_output for opened in served.target.opens)
+        assert first is not None and others == [first, first]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 async def test_where_nothing_but_calls_may_come_there_is_no_text(choice: Any) -> None:
     """However `max_tokens` cuts them, in any endpoint."""
@@ -380,7 +391,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}),
     ("tools", {"tools": 3}),
     ("tools", {"structured_outputs": {"regex": "a"}}),
-    ("tools", {"response_format": {"type": "json_object"}, "tool_choice": "required"}),
     ("tool_choice", {"tool_choice": "sometimes"}),
     ("tool_choice.allowed_tools", {"tool_choice": {"type": "allowed_tools"}}),
     ("tool_choice.allowed_tools.tools[0]", {"tool_choice": allowed_tools("auto", 7)}),

@@ -44,6 +44,7 @@ HEAVY = tuple(
         "test_packaging.py",
         "test_readme.py",
         "test_sources.py",
+        "tools",
         "training",
     )
 )

@@ -130,8 +130,8 @@ def tool_use(
     if tool_format is None:
         allowed = 'no tools, tool_choice "none", or a gateway that is told by --tool-parser how the model calls'
         found.add("tools", "are none that the chat template shows to the model", allowed)
-    if answer is not None and choice.mode == "required":
-        found.add("tools", "are required beside structured output", 'one of them, or tool_choice "auto" or "none"')
+    if choice.mode == "required":
+        answer = None  # it is of a text, and none comes
     elif answer is not None and answer.kind not in ANSWERS:
         found.add("tools", f"are given beside a {answer.kind}", f'{", ".join(ANSWERS)}, or tool_choice "none"')
     if not sampling.detokenize:
