@@ -68,6 +68,10 @@ class GatewayMetrics(Metrics):
             "e2e_request_latency_seconds", "From request to its end, without refused ones", WAITS_S
         )
         self.queue_time = self.histogram("request_queue_time_seconds", "Waiting to be let in", WAITS_S)
+        self.goals = self.counter("request_goals", "Goals for a request's times, by outcome", "goal", "outcome")
+        self.unreachable_goals = self.counter(
+            "request_goals_unreachable", "Goals that were foreseen to be missed", "goal"
+        )
         self.drafts = DraftCounts()
         self._declare_drafts(self.drafts)
         self.adapters: dict[str, AdapterCounts] = {}  # by name

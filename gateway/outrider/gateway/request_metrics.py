@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.goals import outcomes
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
 from outrider.gateway.request_record import RequestObserver, RequestRecord
 from outrider.gateway.speculation.core import MAX_PIECES
@@ -135,6 +136,7 @@ class RequestMetrics(RequestObserver):
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Counts how it ended. An error that came before all else is a refusal, and no latency."""
         metrics = self._metrics
+        self._add_goals(record)
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             if self._num_left:
                 metrics.success.labels("abort").inc(self._num_left)
@@ -145,6 +147,12 @@ class RequestMetrics(RequestObserver):
                 return
             metrics.failure.labels("internal" if known is None else known.code.name.lower()).inc()
         metrics.end_to_end.observe(time.monotonic() - record.arrived, self._exemplar)
+
+    def _add_goals(self, record: RequestRecord) -> None:
+        for goal in record.unreachable:
+            self._metrics.unreachable_goals.labels(goal).inc()
+        for goal, outcome in outcomes(record).items():
+            self._metrics.goals.labels(goal, outcome).inc()
 
     def _arrivals_of(self, completion: int) -> DraftArrivals:
         return self._arrivals.setdefault(completion, DraftArrivals())
