@@ -180,10 +180,12 @@ class GatewayMetrics(Metrics):
         for part, duration_us in zip(self._parts, times, strict=True):
             part.observe(duration_us * 1e-6)
 
+    def adapter_label(self, name: str) -> str:
+        """What an adapter is called in labels: by its name, unless there are too many."""
+        return name if name in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHER_ADAPTERS
+
     def _add_adapter(self, name: str, commit: Commit) -> None:
-        if name not in self.adapters and len(self.adapters) >= MAX_ADAPTERS:
-            name = OTHER_ADAPTERS
-        counts = self.adapters.setdefault(name, AdapterCounts())
+        counts = self.adapters.setdefault(self.adapter_label(name), AdapterCounts())
         counts.num_rounds += 1
         counts.num_draft_tokens += commit.num_drafted
         counts.num_accepted_tokens += commit.num_accepted

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.gen_ai_metrics import GenAiMetrics
 from outrider.gateway.goals import outcomes
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
 from outrider.gateway.request_record import RequestObserver, RequestRecord
@@ -31,13 +32,20 @@ _PLANS = [plan for plan in PolicyLimits(Policy(0), 8).plans if plan != OFF and p
 
 
 def measure(
-    engine: GenerationEngine, metrics: GatewayMetrics | None = None, vllm_names: bool = False
+    engine: GenerationEngine,
+    metrics: GatewayMetrics | None = None,
+    vllm_names: bool = False,
+    gen_ai_names: bool = False,
 ) -> GatewayMetrics:
-    """Has an engine's requests counted and timed, whoever makes them; returns what holds the numbers."""
+    """Has an engine's requests counted and timed, whoever makes them, also under the names of vLLM, and of
+    OpenTelemetry's GenAI conventions, where these are asked for; returns what holds the numbers."""
     metrics = metrics or GatewayMetrics()
     metrics.attach(engine, vllm_names)
     demand = DraftDemand(engine)
     engine.watch_with(lambda: RequestMetrics(metrics, demand))
+    if gen_ai_names:
+        of_all = GenAiMetrics(metrics, engine)
+        engine.watch_with(lambda: of_all)
     return metrics
 
 
