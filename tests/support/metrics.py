@@ -49,8 +49,8 @@ class Idle:
 
 
 def declared() -> dict[str, str]:
-    """Every series of the three services that is ours, or under OpenTelemetry's names, as the text format names it, and its
-    type."""
+    """Every series of the three services that is ours or under OpenTelemetry's names, as the text format names it, and
+    its type."""
     target, draft = TargetMetrics(), DraftMetrics(("draft_model", "ngram"))
     loaded = tiny_model()[1]
     target.attach(partial(stats_of, TargetHarness.of(loaded).engine), Idle(), MODEL)
