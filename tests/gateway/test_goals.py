@@ -88,7 +88,7 @@ async def test_the_wait_is_that_for_what_is_not_less_urgent() -> None:
 def finished(prompt_len: int, first_s: float, token_s: float, **request: Any) -> RequestRecord:
     """A request that arrived at 10 s, ran at once and gave 11 tokens."""
     record = RequestRecord(replace(REQUEST, **request), arrived=10.0, started=10.0)
-    record.prepared = type("Known", (), {"prompt_ids": (1,) * prompt_len})()  # type: ignore[assignment]
+    record.prepared = type("Known", (), {"prompt_ids": (1,) * prompt_len})()
     record.first_token = 10.0 + first_s
     record.completions[0] = TokenTimes(10.0 + first_s, 0.0, 1, 11, token_s, 10 * token_s)
     return record
