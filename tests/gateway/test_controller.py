@@ -380,3 +380,33 @@ def test_a_step_counts_once_whoever_tells_of_it() -> None:
     assert (told.share.value, told.share.weight) == (alone.share.value, alone.share.weight) == (0.5, 1.0)
     told.add_step(StepTimings(0, 901, 100, 20, 4), False, 8)
     assert told.share.weight == 2.0
+
+
+@pytest.mark.parametrize(
+    ("goal_us", "is_plain"),
+    [(0.0, False), (60_000.0, True), (46_000.0, False), (10_000.0, False)],
+    ids=["none", "loose", "near the pace of off", "out of reach"],
+)
+def test_a_goal_that_plain_decoding_keeps_leaves_the_draft_to_others(goal_us: float, is_plain: bool) -> None:
+    world, known, trials = World(sequences=4), SharedStats(VerifyCosts([(4, 40_000), (64, 40_000)])), SharedTrials()
+    limits = PolicyLimits(BASE, 8)
+    played(world, Controller(limits, known, trials, lambda: 500.0, lambda: 4), 400)  # they have found what is best
+    controller = Controller(limits, known, trials, lambda: 500.0, lambda: 4, goal_us=goal_us)
+    rounds = played(world, controller, 400)[20:]
+    plain = sum(plan is OFF for plan, _ in rounds) / len(rounds)
+    assert plain > 0.6 if is_plain else plain < 0.2
+    assert not is_plain or us_per_token(rounds) < goal_us
+
+
+def test_who_is_behind_its_goal_or_alone_plays_what_is_fastest() -> None:
+    world, known, trials = World(sequences=4), SharedStats(VerifyCosts([(4, 40_000), (64, 40_000)])), SharedTrials()
+    limits = PolicyLimits(BASE, 8)
+    played(world, Controller(limits, known, trials, lambda: 500.0, lambda: 4), 400)
+    num_running = 4
+    controller = Controller(limits, known, trials, lambda: 500.0, lambda: num_running, goal_us=60_000.0)
+    leader = controller.trials.at(controller.common)
+    assert controller._enough(leader) is OFF
+    controller.on_round(replace(world).closed(1, 0, 0, 100_000, 0.0, 0.0))  # a token in 100 ms
+    assert controller._enough(leader) is None
+    controller._spent_us, num_running = 0, 1
+    assert controller._enough(leader) is None

@@ -183,7 +183,7 @@ async def test_nothing_of_http_is_imported_without_it(folder: Path) -> None:
 async def test_metrics_on_a_port_of_their_own(folder: Path) -> None:
     """Without the HTTP interface, and under vLLM's names where they are asked for."""
     async with serving(TargetServicer(ToyTarget())) as server:
-        flags = ("--metrics", "127.0.0.1:0", "--vllm-metrics", "--target", server.address)
+        flags = ("--metrics", "127.0.0.1:0", "--vllm-metrics", "--gen-ai-metrics", "--target", server.address)
         async with running(folder, *flags) as process:
             url = f"http://{await announced(process, METRICS)}"
             address = await announced(process)
@@ -198,6 +198,9 @@ async def test_metrics_on_a_port_of_their_own(folder: Path) -> None:
     for way in ("sent", "received"):
         assert found["wire_bytes_total", (("direction", way), ("role", "target"))] > 9
     assert found["vllm:num_requests_waiting", (("engine", "0"), ("model_name", "toy"))] == 0
+    assert [value for (name, _), value in found.items() if name == "gen_ai_server_request_duration_seconds_count"] == [
+        1
+    ]
 
 
 async def test_signals_stay_the_gateway_s() -> None:

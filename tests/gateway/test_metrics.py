@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +37,9 @@ from outrider.gateway.request_metrics import DEMAND_EVERY_S, DraftArrivals, Draf
 from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.planner.estimates import Acceptance
 from outrider.planner.policy import Round
-from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, NotFound
 from outrider.rpc.messages import Commit, DraftTokens, Failure, Load, StepTimings
+from outrider.rpc.telemetry import GEN_AI_VERSION
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import CAPABILITIES, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
@@ -400,3 +402,40 @@ async def test_a_sampled_request_is_an_exemplar() -> None:
         "e2e_request_latency_seconds",
     )
     assert {f"outrider_{name}" for name in wanted} <= with_trace
+
+
+GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+
+
+def of_open_telemetry(metrics: GatewayMetrics, name: str, **labels: str) -> float:
+    """A sample under OpenTelemetry's names, of texts unless `labels` say otherwise."""
+    values = {**dict(zip(GEN_AI, ("text_completion", "outrider", "toy"), strict=True)), **labels}
+    return scraped(metrics).get((f"gen_ai_server_{name}", tuple(sorted(values.items()))), 0.0)
+
+
+async def test_under_open_telemetry_s_names() -> None:
+    target = ToyTarget()
+    engine = GenerationEngine(toy_tokenizer(), target)
+    metrics = measure(engine, gen_ai_names=True)
+    asked = GenerationRequest(token_ids=tuple(PROMPT), sampling=SamplingParams(temperature=0.0, max_tokens=6), n=2)
+    async for _ in engine.generate(asked):
+        pass
+    chat = replace(asked, token_ids=None, messages=({"role": "user", "content": "hello"},), n=1)
+    async for _ in engine.generate(chat):
+        pass
+    with pytest.raises(NotFound):
+        async for _ in engine.generate(replace(asked, adapter="whatever a stranger writes")):
+            pass
+    count = "request_duration_seconds_count"
+    assert of_open_telemetry(metrics, count, error_type="") == 1
+    assert of_open_telemetry(metrics, count, error_type="", gen_ai_operation_name="chat") == 1
+    assert of_open_telemetry(metrics, count, error_type="NOT_FOUND") == 1
+    assert of_open_telemetry(metrics, "time_to_first_token_seconds_count") == 1
+    assert of_open_telemetry(metrics, "time_per_output_token_seconds_count") == 2  # one of each completion
+    assert of_open_telemetry(metrics, "time_per_output_token_seconds_bucket", le="+Inf") == 2
+    told = of_open_telemetry(metrics, "time_per_output_token_seconds_sum")
+    assert 0 < told < of_open_telemetry(metrics, "request_duration_seconds_sum", error_type="")
+
+
+def test_the_version_of_the_conventions_is_that_of_the_documentation(repository: Path) -> None:
+    assert f"conventions' version {GEN_AI_VERSION}," in (repository / "docs/metrics.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from support.manifests import KUBERNETES, OVERLAYS, Manifest, Overlay, rendered
 
 VERSIONS = ("1.32", "1.34", "1.37")
 CUSTOM = ("keda.sh/", "monitoring.coreos.com/", "gateway.networking.k8s.io/", "cert-manager.io/")
-LEADER_WORKER_SET = "leaderworkerset.x-k8s.io/"
+LEADER_WORKER_SET, INFERENCE = "leaderworkerset.x-k8s.io/", "inference.networking.k8s.io/"
 MODULES = KUBERNETES.parent / "build/k8s/node_modules"
 
 
@@ -29,7 +29,7 @@ def native_parts(manifest: Manifest) -> list[Manifest]:
     if manifest["apiVersion"].startswith(LEADER_WORKER_SET):
         group, head = manifest["spec"]["leaderWorkerTemplate"], {"apiVersion": "v1", "kind": "PodTemplate"}
         return [head | {"template": group[name]} for name in ("leaderTemplate", "workerTemplate")]
-    return [] if is_custom(manifest) else [manifest]
+    return [] if is_custom(manifest) or manifest["apiVersion"].startswith(INFERENCE) else [manifest]
 
 
 @pytest.mark.parametrize(("kubectl", "said"), [(None, "no kubectl: tests/k8s/kubectl"), ("/bin/false", "/bin/false")])
@@ -66,6 +66,25 @@ def test_a_leader_worker_set_fits_its_schema() -> None:
     del manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]
     with pytest.raises(jsonschema.ValidationError, match="workerTemplate"):
         jsonschema.validate(manifest, schema)
+
+
+def test_an_inference_pool_fits_its_schema() -> None:
+    schema = json.loads(Path(__file__).with_name("inferencepool.json").read_text(encoding="utf-8"))
+    (manifest,) = Overlay("llm-d").of("InferencePool")
+    jsonschema.validate(manifest, schema)
+    wrongs: tuple[tuple[str, object], ...] = (
+        ("selector", {"app.kubernetes.io/name": "outrider"}),  # without matchLabels, as before v1
+        ("targetPortNumber", 8000),
+        ("targetPorts", [8000]),
+        ("targetPorts", []),
+        ("endpointPickerRef", {"name": "outrider-epp"}),  # a Service without its port
+        ("extensionRef", {"name": "outrider-epp"}),
+    )
+    for name, value in wrongs:
+        wrong = copy.deepcopy(manifest)
+        wrong["spec"][name] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
 
 
 def test_a_wrong_field_of_a_leaders_pod_is_found() -> None:

@@ -305,12 +305,13 @@ def test_images_are_of_this_version(workload: Workload) -> None:
 
 
 def peers_of(overlay: Overlay, peers: list[Manifest]) -> Iterator[str]:
-    """Roles of this overlay, or the namespace that a peer is in."""
+    """Roles of this overlay, the name of pods that are not of it, or the namespace that a peer is in."""
     for peer in peers:
         if "namespaceSelector" in peer:
             yield peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
         else:
-            yield from (workload.role for workload in overlay.selected(peer["podSelector"]))
+            roles = [workload.role for workload in overlay.selected(peer["podSelector"])]
+            yield from roles or [peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"]]
 
 
 def hosts_of(overlay: Overlay) -> list[Workload]:
@@ -354,6 +355,8 @@ def used_edges(overlay: Overlay) -> set[Edge]:
                 edges |= {("gateway", name[1], port_of(address)), ("gateway", DNS, 53)}
             public = overlay.named("Service", "outrider-gateway")["spec"]["ports"]
             edges |= {(ANYONE, "gateway", port["port"]) for port in public}
+        for pool in overlay.of("InferencePool") if workload.role == "gateway" else ():
+            edges.add((pool["spec"]["endpointPickerRef"]["name"], "gateway", workload.port("metrics")))
     for one, other in product(hosts_of(overlay), repeat=2):  # vLLM's queues and NCCL choose their ports
         edges |= {(one.role, other.role, ANY_PORT), (one.role, DNS, 53)}
     for monitor in overlay.of("PodMonitor"):

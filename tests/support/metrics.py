@@ -49,16 +49,17 @@ class Idle:
 
 
 def declared() -> dict[str, str]:
-    """Every series of the three services that is ours, as the text format names it, and its type."""
+    """Every series of the three services that is ours or under OpenTelemetry's names, as the text format names it, and
+    its type."""
     target, draft = TargetMetrics(), DraftMetrics(("draft_model", "ngram"))
     loaded = tiny_model()[1]
     target.attach(partial(stats_of, TargetHarness.of(loaded).engine), Idle(), MODEL)
     draft.attach(DraftHarness().engine, Idle(), MODEL)
-    gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()))
+    gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()), gen_ai_names=True)
     found: dict[str, str] = {}
     for metrics in (gateway, target, draft):
         for family in text_string_to_metric_families(metrics.render("")[0].decode()):
-            if family.name.startswith("outrider_"):
+            if family.name.startswith(("outrider_", "gen_ai_")):
                 found[f"{family.name}_total" if family.type == "counter" else family.name] = family.type
     return found
 

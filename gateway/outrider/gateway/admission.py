@@ -141,6 +141,16 @@ class Admission:
             raise
         self.on_turn(self._clock() - began)
 
+    def foreseen_wait_s(self, work: AdmissionCost, priority: int) -> float:
+        """How long the work would wait, as if all that wait and are not less urgent went first, by how fast work has
+        left of late; 0 where it may run at once, and while nothing has left."""
+        if not self._queue.num_waiting and self._fits(work):
+            return 0.0
+        wanted = sum((waiting for _, waiting in self._queue.not_behind(priority)), self._running + work)
+        num_sequences = max(0, wanted.num_sequences - self._max_active)
+        num_tokens = max(0, wanted.num_tokens - self._max_running_tokens())
+        return self._departures.seconds_until(num_sequences, num_tokens, self._clock())
+
     def leave(self, work: AdmissionCost) -> None:
         """Work that ran is done."""
         self._stop(work)

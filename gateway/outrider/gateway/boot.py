@@ -156,7 +156,7 @@ def _new_engine(
     if metrics is not None:
         from outrider.gateway.request_metrics import measure
 
-        measure(engine, metrics, settings.vllm_metrics)
+        measure(engine, metrics, settings.vllm_metrics, settings.gen_ai_metrics)
     return engine
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
+from outrider.gateway.goals import ServiceTimes
 from outrider.gateway.learning import Learned, RequestKind, are_apart, draft_costs_of, limits_of
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.prediction import PREDICTION, predictor
@@ -248,6 +249,7 @@ class GenerationEngine:
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self.num_running = 0  # sequences
         self._retries = Retries(self.config.max_active)
+        self._service_times = ServiceTimes()
         self.learned: Learned | None = None  # of the last pair
 
     @property
@@ -298,7 +300,7 @@ class GenerationEngine:
         deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
         root = self._new_trace(request)
         with Watch(RequestRecord(request), [*self._observers_of(root), *observers]) as watch:
-            prepared = await self._admit(request, gate or self.admission, deadline)
+            prepared = await self._admit(watch.record, gate or self.admission, deadline)
             left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
             try:
                 prepared = await self._of_served_model(prepared)
@@ -312,6 +314,7 @@ class GenerationEngine:
                             left -= of_completion
                             self.admission.leave(of_completion)
                         yield delta
+                self._service_times.add(watch.record, self.num_running + request.n)
             except InvalidArgument as error:
                 raise error if prepared.tools is None else prepared.tools.named(error) from error
             finally:
@@ -324,7 +327,8 @@ class GenerationEngine:
             observers.append(RequestLog(self.model_name, self.config.log_requests == "prompts"))
         return observers + [new_observer() for new_observer in self._new_observers]
 
-    async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
+    async def _admit(self, record: RequestRecord, gate: AdmissionGate, deadline: float | None) -> Prepared:
+        request = record.request
         least = least_tokens(request, self.verifier.info.model.max_model_len)
         least = least if least <= self._max_admitted_tokens() else 0  # what is always too much is told with all else
         self.admission.require_room(AdmissionCost(1, least, request.account))  # before anything is spent on it
@@ -333,7 +337,10 @@ class GenerationEngine:
         try:
             async with asyncio.timeout_at(deadline):
                 prepared = await self._prepare(request)
-                await gate.enter(prepared.work, request.priority)
+                if request.goals.by_name:
+                    num_running = min(self.num_running + request.n, self.config.max_active)
+                    prepared = self._service_times.placed(prepared, record, self.admission, num_running)
+                await gate.enter(prepared.work, prepared.request.priority)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
         return prepared
@@ -470,7 +477,8 @@ class GenerationEngine:
             self.learned = Learned(pair, VerifyCosts(info.step_costs))
         costs, apart = draft_costs_of(draft, prepared.methods), are_apart(info, draft)
         stats, trials = self.learned.of(prepared.methods, prepared.at_target, RequestKind.of(prepared), costs, apart)
-        return Controller(limits, stats, trials, self.round_trip_us, lambda: self.num_running, explains)
+        goal_us = 1e3 * (prepared.request.goals.tpot_ms or 0.0)
+        return Controller(limits, stats, trials, self.round_trip_us, lambda: self.num_running, explains, goal_us)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may

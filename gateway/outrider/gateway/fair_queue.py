@@ -12,7 +12,7 @@ for MOST_STEPS of them. From then on they are equals."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -66,6 +66,12 @@ class FairQueue(Generic[Item]):
         best = min(head.priority for head in heads)
         ready = [head for head in heads if now - head.since >= self._step_s * min(head.priority - best, MOST_STEPS)]
         return min(ready, key=lambda head: (self._tags[head.caller], head.number))
+
+    def not_behind(self, priority: int) -> Iterator[Item]:
+        """Those that wait and are not less urgent."""
+        for (_, own), flow in self._flows.items():
+            if own <= priority:
+                yield from (ticket.item for ticket in flow.values())
 
     def hold(self, ticket: Ticket[Item]) -> None:
         """Nobody overtakes it, as where there is room, and not enough: small ones shall not starve a large one."""

@@ -68,6 +68,10 @@ class GatewayMetrics(Metrics):
             "e2e_request_latency_seconds", "From request to its end, without refused ones", WAITS_S
         )
         self.queue_time = self.histogram("request_queue_time_seconds", "Waiting to be let in", WAITS_S)
+        self.goals = self.counter("request_goals", "Goals for a request's times, by outcome", "goal", "outcome")
+        self.unreachable_goals = self.counter(
+            "request_goals_unreachable", "Goals that were foreseen to be missed", "goal"
+        )
         self.drafts = DraftCounts()
         self._declare_drafts(self.drafts)
         self.adapters: dict[str, AdapterCounts] = {}  # by name
@@ -176,10 +180,12 @@ class GatewayMetrics(Metrics):
         for part, duration_us in zip(self._parts, times, strict=True):
             part.observe(duration_us * 1e-6)
 
+    def adapter_label(self, name: str) -> str:
+        """What an adapter is called in labels: by its name, unless there are too many."""
+        return name if name in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHER_ADAPTERS
+
     def _add_adapter(self, name: str, commit: Commit) -> None:
-        if name not in self.adapters and len(self.adapters) >= MAX_ADAPTERS:
-            name = OTHER_ADAPTERS
-        counts = self.adapters.setdefault(name, AdapterCounts())
+        counts = self.adapters.setdefault(self.adapter_label(name), AdapterCounts())
         counts.num_rounds += 1
         counts.num_draft_tokens += commit.num_drafted
         counts.num_accepted_tokens += commit.num_accepted

@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import replace
 
+from outrider.gateway.goals import outcomes
 from outrider.gateway.prepare import Prepared
 from outrider.gateway.request_record import RequestObserver, RequestRecord
 from outrider.gateway.text.chat import TEMPLATE_REFUSED
@@ -63,6 +64,7 @@ def _counts_of(record: RequestRecord, prepared: Prepared) -> dict[str, object]:
         "num_draft_tokens": record.tally.num_draft_tokens,
         "num_accepted_tokens": record.tally.num_accepted_tokens,
         "num_forced_tokens": record.tally.num_forced_tokens,
+        **({"goals": outcomes(record)} if record.request.goals.by_name else {}),
         "first_token_s": record.first_token - record.started if record.first_token else None,
     }
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from math import inf
 
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.gen_ai_metrics import GenAiMetrics
+from outrider.gateway.goals import outcomes
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
 from outrider.gateway.request_record import RequestObserver, RequestRecord
 from outrider.gateway.speculation.core import MAX_PIECES
@@ -30,13 +32,20 @@ _PLANS = [plan for plan in PolicyLimits(Policy(0), 8).plans if plan != OFF and p
 
 
 def measure(
-    engine: GenerationEngine, metrics: GatewayMetrics | None = None, vllm_names: bool = False
+    engine: GenerationEngine,
+    metrics: GatewayMetrics | None = None,
+    vllm_names: bool = False,
+    gen_ai_names: bool = False,
 ) -> GatewayMetrics:
-    """Has an engine's requests counted and timed, whoever makes them; returns what holds the numbers."""
+    """Has an engine's requests counted and timed, whoever makes them, also under the names of vLLM, and of
+    OpenTelemetry's GenAI conventions, where these are asked for; returns what holds the numbers."""
     metrics = metrics or GatewayMetrics()
     metrics.attach(engine, vllm_names)
     demand = DraftDemand(engine)
     engine.watch_with(lambda: RequestMetrics(metrics, demand))
+    if gen_ai_names:
+        of_all = GenAiMetrics(metrics, engine)
+        engine.watch_with(lambda: of_all)
     return metrics
 
 
@@ -135,6 +144,7 @@ class RequestMetrics(RequestObserver):
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Counts how it ended. An error that came before all else is a refusal, and no latency."""
         metrics = self._metrics
+        self._add_goals(record)
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             if self._num_left:
                 metrics.success.labels("abort").inc(self._num_left)
@@ -145,6 +155,12 @@ class RequestMetrics(RequestObserver):
                 return
             metrics.failure.labels("internal" if known is None else known.code.name.lower()).inc()
         metrics.end_to_end.observe(time.monotonic() - record.arrived, self._exemplar)
+
+    def _add_goals(self, record: RequestRecord) -> None:
+        for goal in record.unreachable:
+            self._metrics.unreachable_goals.labels(goal).inc()
+        for goal, outcome in outcomes(record).items():
+            self._metrics.goals.labels(goal, outcome).inc()
 
     def _arrivals_of(self, completion: int) -> DraftArrivals:
         return self._arrivals.setdefault(completion, DraftArrivals())

@@ -29,6 +29,7 @@ class RequestRecord:
     scheduled: float = 0.0  # at the target, whose queue it has left
     first_token: float = 0.0
     last_token: float = 0.0
+    unreachable: tuple[str, ...] = ()  # goals that were foreseen to be missed
     traceparent: str = ""  # of its own span, where it is traced
     delivered: bool = False  # anything at all
     num_tokens: int = 0

@@ -12,6 +12,7 @@ from typing import Any, Self
 from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.goals import goals_of
 from outrider.gateway.methods import offered
 from outrider.gateway.off_loop import written
 from outrider.gateway.text.chat import check_num_messages
@@ -86,8 +87,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
         generation = await decoded(request, self._engine.verifier.info.model)
-        generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context), call=CALL)
-        generation = replace(generation, peer=host_of(context))
+        metadata = dict(context.invocation_metadata() or ())
+        generation = replace(
+            generation,
+            timeout_s=_remaining_s(context),
+            goals=goals_of(metadata),
+            traceparent=str(metadata.get(TRACEPARENT, "")),
+            peer=host_of(context),
+            call=CALL,
+        )
         if (caller := CALLER.get()) is not None:
             generation = caller.own(generation)
         async with aclosing(self._engine.generate(generation)) as deltas, StallGuard(self._stall_s) as guard:
@@ -133,7 +141,3 @@ def _remaining_s(context: Any) -> float | None:
     """What remains of the call's deadline; gRPC reports none as none, or as a time beyond all use."""
     remaining = context.time_remaining()
     return None if remaining is None or not math.isfinite(remaining) or remaining > 1e9 else max(0.0, remaining)
-
-
-def _traceparent(context: Any) -> str:
-    return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")

@@ -195,6 +195,10 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         "against one another; 0: none",
     )
     vllm_metrics: VllmMetrics = False
+    gen_ai_metrics: bool = Field(
+        default=False,
+        description="with metrics: what OpenTelemetry's GenAI conventions have servers measure, also under their names",
+    )
     target_tls_name: str = Field(
         default="", description="name (SAN) that the targets' certificates must have (default: the host of the address)"
     )

@@ -171,7 +171,7 @@ class RequestTrace(RequestObserver):
         client = context_from_traceparent(request.traceparent)
         context = trace.get_current_span(client).get_span_context()
         self._span = self._tracer.start_span(
-            f"{_operation(request)} {name}",
+            f"{operation_of(request)} {name}",
             context=client if self._trusts else Context(),
             kind=SpanKind.SERVER,
             links=[Link(context)] if context.is_valid and not self._trusts else [],
@@ -228,14 +228,15 @@ class RequestTrace(RequestObserver):
         return round((monotonic + self._clock_offset) * 1e9)
 
 
-def _operation(request: GenerationRequest) -> str:
+def operation_of(request: GenerationRequest) -> str:
+    """What the conventions call what is asked for."""
     return names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
 
 
 def _attributes_of(request: GenerationRequest, model_name: str) -> dict[str, str]:
     """What is known of a request as it comes."""
     return {
-        names.GEN_AI_OPERATION_NAME: _operation(request),
+        names.GEN_AI_OPERATION_NAME: operation_of(request),
         names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
         names.GEN_AI_REQUEST_MODEL: model_name,
         **({names.REQUEST_ID: request.request_id} if request.request_id else {}),

@@ -94,10 +94,15 @@ class Departures:
     def wait_ms(self, num_sequences: int, num_tokens: int, now: float) -> int:
         """When to come back, who is refused because so much is to leave before."""
         self.num_refused += 1
-        each_s = (self.seconds + now - self.since) / max(self.num_sequences, 1e-9)
-        by_tokens_s = (self.seconds + now - self.since) * num_tokens / max(self.num_tokens, 1e-9)
-        wait_s = max(each_s * num_sequences, by_tokens_s) + each_s * (self.num_refused - 1)
+        wait_s = self.seconds_until(num_sequences, num_tokens, now)
+        wait_s += self.seconds_until(self.num_refused - 1, 0, now)
         return WAIT_MS if not self.num_sequences else round(min(max(1000 * wait_s, LEAST_WAIT_MS), MOST_WAIT_MS))
+
+    def seconds_until(self, num_sequences: int, num_tokens: int, now: float) -> float:
+        """How long until so much has left, by what has of late; 0 while nothing has."""
+        seconds = self.seconds + now - self.since
+        by_sequences, by_tokens = num_sequences / max(self.num_sequences, 1e-9), num_tokens / max(self.num_tokens, 1e-9)
+        return seconds * max(by_sequences, by_tokens) if self.num_sequences else 0.0
 
 
 class OpenWork:

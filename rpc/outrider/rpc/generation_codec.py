@@ -45,6 +45,7 @@ NOT_SENT = (
     "caller",
     "peer",
     "timeout_s",
+    "goals",
     "traceparent",
     "call",
 )

@@ -1,7 +1,8 @@
 """OpenTelemetry, set up once per process. Off is the default and installs nothing: the API's no-op tracer stays.
 
-Names of spans and attributes. The gen_ai.* names follow OpenTelemetry's GenAI conventions, which are still in
-development: they are kept here, in one place, and not imported from a package that may change them."""
+Names of spans, attributes and metrics. The gen_ai.* names follow OpenTelemetry's GenAI conventions, of the version
+GEN_AI_VERSION, which are still in development: they are kept here, in one place, and not imported from a package that
+may change them."""
 
 from __future__ import annotations
 
@@ -237,6 +238,7 @@ class StepTracer:
         return number <= MAX_TRACED_STEPS
 
 
+GEN_AI_VERSION: Final = "0.1.0"  # of open-telemetry/semantic-conventions-genai
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -252,6 +254,9 @@ GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_USAGE_REASONING_TOKENS: Final = "gen_ai.usage.reasoning.output_tokens"
+GEN_AI_SERVER_REQUEST_DURATION: Final = "gen_ai.server.request.duration"  # seconds, as the two below
+GEN_AI_SERVER_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
+GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 ERROR_TYPE: Final = "error.type"
 RPC_SYSTEM_NAME: Final = "rpc.system.name"
 RPC_METHOD: Final = "rpc.method"

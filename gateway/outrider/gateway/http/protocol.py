@@ -32,6 +32,7 @@ from starlette.requests import ClientDisconnect, Request
 from outrider.gateway.admission import MAX_REQUEST_BYTES, SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.field_names import renamed
+from outrider.gateway.goals import goals_of
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
 from outrider.gateway.prepare import TRUNCATION_SIDES
@@ -456,6 +457,7 @@ class OpenAIBody(Body):
             model_digest=self.system_fingerprint.removeprefix(FINGERPRINT),
             adapter=adapter,
             timeout_s=None if self.timeout_ms is None else self.timeout_ms / 1000,
+            goals=goals_of(headers),
             traceparent=headers.get("traceparent", ""),
             call=None if request is None else _call(request, self.stream),
         )

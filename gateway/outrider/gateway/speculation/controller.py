@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
+from outrider.gateway.speculation.contest import PlanTrials, SharedTrials, TrialsByConcurrency
 from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan, Policy, PolicyLimits, Round
@@ -20,6 +20,7 @@ MOST_DECIDING = 8  # ... so many run: of more all together decide as often as th
 MOST_APART = 4  # decisions: then a look at the leader's plan, which is measured only where it is played
 SETTLING = 2  # rounds after a change that say nothing of what it changed to
 HELD_UP = 3.0  # times its step that a plain token may take
+EASE = 0.8  # of a goal's pace: what is foreseen to take less keeps it
 LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and below which branches go deep or not
 
 
@@ -34,6 +35,7 @@ class Controller:
     round_trips_us: Callable[[], float]
     num_running: Callable[[], int] = lambda: 1
     explains: bool = False  # keeps what its decisions rest on, which takes time
+    goal_us: float = 0.0  # that a token may take, on the mean of the completion; 0: there is no such goal
     plan: Plan = field(init=False)
     forecast: Forecast = field(init=False)  # of this request
     common: Forecast = field(init=False)  # of all
@@ -45,6 +47,8 @@ class Controller:
     _away_us: float = 0.0  # as the forecast said at the last decision: it may have to ask every stream
     _since_change: int = 0  # rounds, but for those that had been computed before
     _inputs: dict[str, float] = field(default_factory=dict)
+    _spent_us: int = 0  # since the first delivery, and the tokens that came
+    _num_tokens: int = 0
     _apart: int = 0  # decisions in a row for another plan than the leader's
 
     def __post_init__(self) -> None:
@@ -87,6 +91,9 @@ class Controller:
         """A round ended. Returns whether the choice changed."""
         trials = self.trials.at(self.common)
         self._since_change += not _was_waiting(closed)
+        if closed.index > 0:
+            self._spent_us += closed.total_us
+            self._num_tokens += len(closed.commit.ids)
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
             in_vain = self._waited_in_vain(closed)
@@ -104,10 +111,19 @@ class Controller:
             self._until_decision = DECIDE_EVERY * max(1, self.num_running() // MOST_DECIDING)
             self._away_us = self.forecast.away_us
             self.stats.decay()
-            best = trials.best(self.forecast, self.common, self.plan)
+            best = self._enough(trials) or trials.best(self.forecast, self.common, self.plan)
             self._apart = (self._apart + 1) % MOST_APART if best != trials.leader else 0
             self._follow(best if self._apart else trials.leader)
         return self.policy is not before
+
+    def _enough(self, trials: PlanTrials) -> Plan | None:
+        """The plan of the fewest drafted tokens that keeps the goal's pace: what others who share the steps can use is
+        left to them. None without a goal, alone, or behind it, where the fastest is right."""
+        if not self.goal_us or self.num_running() == 1 or self._spent_us > self.goal_us * self._num_tokens:
+            return None
+        times = {plan: trials.us_per_token(plan, self.forecast) for plan in trials.plans}
+        kept = [plan for plan, us in times.items() if 0 < us <= EASE * self.goal_us]
+        return min(kept, key=lambda plan: (plan.num_draft_tokens, times[plan]), default=None)
 
     def _waited_in_vain(self, closed: Round) -> bool:
         """Whether the target has had all its patience, and decoded plainly."""

@@ -92,6 +92,21 @@ class MediaSource:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyGoals:
+    """What a caller wants of a request's times, in milliseconds; None: nothing."""
+
+    ttft_ms: float | None = None  # from its arrival to its first token
+    tpot_ms: float | None = None  # of a token after its first delivery, on the mean of a completion
+    strict: bool = False  # refused where one is foreseen to be missed; else it is served behind others
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """Those that are set, as ttft and tpot."""
+        given = {"ttft": self.ttft_ms, "tpot": self.tpot_ms}
+        return {name: goal_ms for name, goal_ms in given.items() if goal_ms is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCall:
     """By what a request came in: attributes of its span, and the one for its status. `status_of` takes the error (an
     OutriderError), None for a good end, and whether anything was answered before."""
@@ -140,6 +155,7 @@ class GenerationRequest:
     caller: str = ""  # whom its credential names
     peer: str = ""  # the host that it came from; empty: this process
     timeout_s: float | None = None  # what remains of the caller's deadline
+    goals: LatencyGoals = LatencyGoals()
     traceparent: str = ""
     call: ServerCall | None = None  # None: in this process
 
