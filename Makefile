@@ -28,7 +28,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--draft.method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo types test quick nightly test-clients test-tools test-k8s test-images test-real test-vllm prove prove-laws mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo types test quick nightly test-clients test-tools test-k8s test-images test-real test-vllm prove prove-laws composition mutants simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo 'make test-vllm                                                    the engine vLLM, on a CPU; makes $(VLLM_VENV) for it'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
+	@echo 'make composition [ARGS="--strength 2"]                            everything with everything; writes docs/composition.md'
 	@echo 'make mutants [ARGS="--only kernels"]                              faults of one line, each found by its test'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make chaos [ARGS="--faults 1000 --seed 7"]                       kills, resets, black holes under running streams'
@@ -132,6 +133,10 @@ prove-laws: $(STAMP)
 		tests/lossless/test_law_in_few_bits.py \
 		tests/lossless/test_law_services.py tests/lossless/test_edges.py tests/lossless/test_state.py \
 		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
+
+# Everything with everything: the long arrays, and the page of what they show.
+composition: $(STAMP)
+	$(ONE_EACH) PYTHONPATH=tests $(BIN)/python -m lossless.composition $(ARGS)
 
 # Faults of one line in the product's own code, each of which a named test has to find.
 mutants: $(STAMP)

@@ -26,6 +26,7 @@ HEAVY = tuple(
         "kernels/test_verify_triton.py",
         "llm/test_docs.py",
         "llm/test_vllm_scripts.py",
+        "lossless/composition",
         "lossless/test_adapters.py",
         "lossless/test_forced_tokens.py",
         "lossless/test_grammars.py",
