@@ -124,7 +124,7 @@ test-vllm: $(VLLM_STAMP)
 prove: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py tests/gateway/test_handshakes.py tests/rpc/test_connections.py \
 		tests/e2e/test_bad_drafts.py tests/e2e/test_heads.py tests/e2e/test_methods.py tests/e2e/test_trees.py \
-		tests/test_packaging.py $(ARGS)
+		tests/test_packaging.py tests/wheels $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests, and of them what those have
 # not run.

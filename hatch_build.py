@@ -3,6 +3,7 @@ package has none, and a process compiles what it wants when that is first wanted
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -28,7 +29,7 @@ class KernelsHook(BuildHookInterface[Any]):
             if library.name not in current:
                 library.unlink()
         compiler = build.find_compiler()
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             paths = pool.map(partial(self._built, compiler), variants)
         built = [path.relative_to(self.root).as_posix() for path in paths if path is not None]
         if compiler is None and not built:
@@ -49,7 +50,7 @@ class KernelsHook(BuildHookInterface[Any]):
         if compiler is None:
             return None
         try:
-            return build.compile_library(variant, build.SOURCES, compiler)
+            return build.compile_library(variant, build.SOURCES, compiler, build.BUILD_S)
         except (OSError, subprocess.SubprocessError) as error:
             self.app.display_warning(f"no kernels {variant.name}: {build.reason(error)}")
             return None

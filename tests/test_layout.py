@@ -20,6 +20,7 @@ RPC = {"rpc", "words", "v1"}
 MODEL = {"kernels", "engine", "proposers"}
 SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},  # python -m outrider
     "v1": set(),
     "words": set(),  # rpc.words: data alone
     "rpc": {"v1", "words", "pairs", "gguf"},  # whose name stands for its folders

@@ -193,7 +193,7 @@ def test_no_other_extra_brings_a_model_to_the_gateway(requirements: list[Require
 
 def test_the_wheel_holds_every_root_and_no_test(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
-    own = {name.split("/")[1] for name in names if name.startswith("outrider/")}
+    own = {name.split("/")[1].removesuffix(".py") for name in names if name.startswith("outrider/")}
     beside = {name.split(".")[1] for name, path in MODULES.items() if path.relative_to(REPOSITORY).parts[0] in WHEELS}
     assert own == {name.split(".")[1] for name in MODULES} - beside
     assert {name.split("/")[0] for name in names} == {"outrider", names[-1].split("/")[0]}
@@ -342,15 +342,15 @@ def commit(folder: Path) -> None:
     git(folder, "commit", "--quiet", "--message", "all")
 
 
-def release(folder: Path) -> subprocess.CompletedProcess[str]:
+def release(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """With what is on this machine but its compilers."""
     tools = folder.parent / "tools"
     tools.mkdir(exist_ok=True)
-    for name in ("bash", "dirname", "git", "head", "mktemp", "rm", "sed"):
+    for name in ("bash", "cp", "dirname", "git", "head", "mktemp", "rm", "sed"):
         if not (tools / name).exists():
             (tools / name).symlink_to(str(shutil.which(name)))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PATH": str(tools), "PYTHON": sys.executable}
+    environment |= {"PATH": str(tools), "PYTHON": sys.executable, **settings}
     return subprocess.run(["./release.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -432,6 +432,23 @@ def test_a_release_is_built_and_installed(clone: Path) -> None:
     (clone / "README.md").write_text("another")
     commit(clone)
     assert "is another commit: raise the version" in release(clone).stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_release_takes_the_wheels_of_other_platforms(clone: Path, wheel: Path, tmp_path: Path) -> None:
+    """Instead of one that it builds; it installs the one for this platform."""
+    platforms = tmp_path / "wheels"
+    platforms.mkdir()
+    names = {f"outrider-{VERSION}-py3-none-manylinux_2_17_{machine}.whl" for machine in ("x86_64", "aarch64")}
+    for name in names:
+        shutil.copy(wheel, platforms / name)
+    shutil.copy(wheel, platforms / "outrider-0.0.1-py3-none-any.whl")
+    done = release(clone, PLATFORM_WHEELS=str(platforms))
+    assert done.returncode == 0, done.stderr
+    built = {path.name for path in (clone / "dist").iterdir()}
+    assert {name for name in built if name.startswith("outrider-")} == {
+        *names, f"outrider-{VERSION}.tar.gz", f"outrider-{VERSION}.cdx.json",
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from outrider.rpc.systems import lacking_for_models, require_posix
+
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 CLOSED_PIPE = 141  # ... and for one whose reader went away
 USAGE = "usage: outrider COMMAND [OPTIONS]\n       outrider COMMAND --help\n       outrider --version\n"
@@ -18,6 +20,7 @@ DESCRIPTION = "Lossless speculative decoding: a small model drafts, the target v
 EPILOG = (
     "Settings come from flags, then OUTRIDER_* variables, then the YAML file of --config.\nStart with: outrider demo\n"
 )
+WITHOUT_MODELS = ("", "gateway")  # extras of commands that run none
 HELP = ("-h", "--help", "help")
 GROUP = "outrider.commands"  # entry points of commands that other wheels bring
 
@@ -122,8 +125,16 @@ def renamed(arguments: list[str]) -> list[str]:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Runs one command. Ctrl-C, a reader that goes away and an extra that is not installed are no tracebacks."""
+    """Runs one command. Ctrl-C, a reader that goes away, an extra that is not installed and a system that lacks
+    something are no tracebacks."""
     command = COMMANDS[name]
+    try:
+        require_posix()
+    except ImportError as error:
+        print(f"outrider {name}: error: {error}", file=sys.stderr)
+        return 2
+    if command.extra not in WITHOUT_MODELS and (lacking := lacking_for_models()) is not None:
+        print(f"outrider {name}: note: {lacking}", file=sys.stderr)
     try:
         status = main_of(name, command)(argv, prog=f"outrider {name}")
         sys.stdout.flush()

@@ -13,6 +13,11 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from outrider.rpc.systems import require_posix
+
+require_posix()  # first: what fails to be imported elsewhere would say less
+
+# ruff: noqa: E402
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics
 from outrider.llm.arguments import EngineArgs
 from outrider.llm.config import SpeculativeConfig

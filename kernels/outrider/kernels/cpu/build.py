@@ -23,7 +23,8 @@ HARDENED = ("-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=
 LINKED = () if sys.platform == "darwin" else ("-Wl,-z,relro,-z,now,-z,noexecstack",)
 FLAGS = (*COMPUTING, *HARDENED, *LINKED)
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_S = 300  # on a machine that does other things, too
+COMPILE_S = 300  # of a process that waits for it, on a machine that does other things, too
+BUILD_S = 3600  # of a build, whose wheel would lack what took longer
 
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -70,15 +71,15 @@ def find_compiler() -> str | None:
     return next((path for name in COMPILERS if (path := shutil.which(name)) is not None), None)
 
 
-def compile_library(variant: Variant, folder: Path, compiler: str) -> Path:
+def compile_library(variant: Variant, folder: Path, compiler: str, timeout_s: float = COMPILE_S) -> Path:
     """The variant's library in `folder`; other processes may do the same at once. Raises OSError and SubprocessError,
-    as where the compiler is too old for these processors."""
+    as where the compiler is too old for these processors, or takes longer than `timeout_s`."""
     path = folder / variant.file_name
     with tempfile.TemporaryDirectory(dir=folder) as fresh:
         built = Path(fresh) / path.name
         sources = map(str, sorted(SOURCES.glob("*.c")))
         command = (compiler, *FLAGS, *variant.flags, *sources, "-o", str(built), "-lm")
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        subprocess.run(command, check=True, capture_output=True, timeout=timeout_s)
         built.replace(path)
     return path
 

@@ -16,6 +16,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch  # noqa: F401  brings the OpenMP runtime that the libraries ask for; both then share its threads
+
 from outrider.kernels.cpu.build import SOURCES, Variant, compile_library, find_compiler, reason, variants
 
 SWITCH = "OUTRIDER_CPU_KERNELS"
@@ -25,8 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def cpu_library() -> ctypes.CDLL | None:
-    """The kernels; None where they are not wanted or cannot be had. torch must be imported before: the two share its
-    threads."""
+    """The kernels, which share torch's threads; None where they are not wanted or cannot be had."""
     loaded = _loaded()
     return None if loaded is None else loaded[1]
 
