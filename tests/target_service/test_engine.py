@@ -136,6 +136,7 @@ def test_whoever_waits_for_blocks_gets_them_in_the_end(models: tuple[Any, Loaded
         passed_by_s += 0.2 * (len(harness.output(1)) == num_before)
     assert harness.output(1) == alone and harness.engine.scheduler.num_preempted > 1
     assert 4 * PRIORITY_STEP_S < passed_by_s < 8 * PRIORITY_STEP_S
+    assert {commit.num_cached_ids for commit in harness.commits(1)} == {0}, "what it finds again is its own"
 
 
 def test_rejection_window_takes_no_bonus_while_the_chain_goes_on(models: tuple[Any, LoadedModel]) -> None:

@@ -370,9 +370,13 @@ class TargetScheduler(Scheduler[TargetSequence]):
         )
 
     def _look_for_prefix(self, target: TargetSequence) -> None:
-        """A prompt whose log probabilities are wanted is computed whole."""
+        """A prompt whose log probabilities are wanted is computed whole. What a sequence finds of its own, once it was
+        preempted, was no other's."""
+        if target.admitted:
+            return
         found = self.admit(target, use_prefix=target.open.sampling.prompt_logprobs is None)
-        target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
+        if not target.last_step:
+            target.num_cached_ids = min(found, target.prompt_len)
 
     def _enter(
         self, target: TargetSequence, budget: int, cuts: Cuts, step: Iterable[ScheduledSequence]

@@ -16,7 +16,7 @@ from lossless.composition.requests import Answer, Refused, ask, body_of, specula
 from lossless.composition.serving import NAME, Server, serving
 from lossless.composition.table import Row
 
-NUM_FILLERS = 8  # requests beside the rows where blocks are to be too few
+NUM_FILLERS = 5  # requests beside the rows where blocks are to be too few
 CLOSE = 2e-4  # log probabilities, told in decimals
 
 
@@ -124,7 +124,7 @@ async def _together(server: Server, expected: Sequence[tuple[Row, Answer]]) -> l
 async def _filler(client: httpx.AsyncClient, place: int) -> Answer:
     text = f"{place} the lazy dog jumps over the quick brown fox " * 2
     messages = [{"role": "user", "content": text}]
-    return await ask(client, {"model": NAME, "messages": messages, "max_tokens": 120, "n": 1, "seed": place})
+    return await ask(client, {"model": NAME, "messages": messages, "max_tokens": 96, "n": 1, "seed": place})
 
 
 def _guess(plain: Answer) -> str:
