@@ -48,6 +48,7 @@ SMALL_EXPANSION: dict[str, Any] = {  # that of every run; the long one is the se
 SELF = "self:int4"
 DRAFTS = ("ngram", "suffix", "draft_model", SELF)
 WAYS = (*DRAFTS, *pair_path().heads)
+PATIENCE_MS = 20_000  # a draft may be as large as its target, and the machine may do other things
 LONG_EACH = {False: 1000 // len(WAYS), True: 10}  # prompts of each way, of the pair and of its expansion
 K, NUM_BLOCKS, AT_ONCE = 4, 1200, 16
 GROUP = 32
@@ -161,7 +162,10 @@ async def decode(target: Target, way: str, prompts: dict[int, Prompt]) -> Outcom
             for number, prompt in waiting:
                 request = prompt.open("draft_model" if way == SELF else way)
                 windows_ahead, max_branches = levels[number // 2 % len(levels)]
-                policy = Policy(K, windows_ahead=windows_ahead, max_branches=max_branches, max_unread=MAX_UNREAD)
+                policy = Policy(
+                    K, windows_ahead=windows_ahead, max_branches=max_branches, max_unread=MAX_UNREAD,
+                    patience_ms=PATIENCE_MS,
+                )  # fmt: skip
                 ids: list[int] = []
                 async for item in speculate(drafts, targets, request, policy, at_target=drafts is None):
                     if isinstance(item, Round):

@@ -90,7 +90,7 @@ def _compared(server: Server, asked: Sequence[tuple[Row, Answer | Refused]]) -> 
     replay = server.replay()
     for (row, plain), answer in zip(expected, answers, strict=True):
         outcome = Outcome(row)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             outcome.problems.append(f"{type(answer).__name__}: {answer}")
         else:
             outcome.num_drafted, outcome.num_accepted = answer.num_drafted, answer.num_accepted
