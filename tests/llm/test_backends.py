@@ -82,6 +82,16 @@ async def test_generates_over_a_gateway(tmp_path: Path) -> None:
     assert {request.acceptance for request in target.opens[:2]} == {AcceptanceRule.BLOCK}
 
 
+async def test_of_several_gateways_one_that_is_there_is_asked(tmp_path: Path) -> None:
+    def ask(addresses: str) -> list[int]:
+        with LLM(gateway=addresses) as made:
+            (output,) = made.generate([[11, 12, 13]], NINE_GREEDY, use_tqdm=False)
+            return list(output.outputs[0].token_ids)
+
+    async with gateway(tmp_path, ToyTarget()) as address:
+        assert await asyncio.to_thread(ask, f"127.0.0.1:1, {address}") == expected([11, 12, 13], 9)
+
+
 async def test_what_a_request_can_say(tmp_path: Path) -> None:
     target = ToyTarget()
 

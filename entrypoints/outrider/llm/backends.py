@@ -279,7 +279,8 @@ def attach(
 
     async def connect() -> Client:
         access: dict[str, Any] = {name: getattr(arguments, name) for name in ("credentials", "server_name", "token")}
-        return Client(arguments.gateway or "", **access)
+        addresses = [address.strip() for address in (arguments.gateway or "").split(",")]
+        return Client(addresses, **access)
 
     client = runtime.run(connect())
     try:

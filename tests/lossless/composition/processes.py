@@ -56,6 +56,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {name: get_args(hint) for name, hint in ge
 BY_HAND = "a client over HTTP goes on by hand after a fault"
 EXCLUSIONS = (
     Exclusion(
+        ("fault", "drafts"),
+        lambda row: row["fault"] == "draft killed" and row["drafts"] == "a head",
+        "the end of a draft service, for a head",
+        "a head drafts beside the target: its requests ask no draft service",
+    ),
+    Exclusion(
         ("transport", "shape"),
         lambda row: row["transport"] == "HTTP" and row["shape"] not in OVER_HTTP,
         "log probabilities and constraints over HTTP",
