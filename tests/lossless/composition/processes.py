@@ -128,11 +128,11 @@ async def run(
 
 
 async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answer], worse: Path) -> str:
-    fault = asyncio.create_task(_befall(fleet, row.fault, worse)) if row.fault != "none" else None
-    await asyncio.sleep(0)  # it watches
     stream = Stream(ask, row.transport, time.monotonic())
+    fault = asyncio.create_task(_befall(fleet, row, stream.arrivals, worse)) if row.fault != "none" else None
+    await asyncio.sleep(0)  # it watches
     try:
-        stream.answer = await asyncio.wait_for(ASKING[row.transport](fleet, ask), TIMEOUT_S)
+        stream.answer = await asyncio.wait_for(ASKING[row.transport](fleet, ask, stream.arrivals), TIMEOUT_S)
     except Exception as error:
         stream.error = f"{type(error).__name__}: {error}"
     if stream.answer is not None:
@@ -141,29 +141,47 @@ async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answ
     return stream.error or stream.change or missed
 
 
-async def _befall(fleet: Fleet, fault: Fault, worse: Path) -> str:
+async def _befall(fleet: Fleet, row: ProcessRow, arrivals: list[float], worse: Path) -> str:
     """Does it once the request's tokens pass, and puts all in order again; what did not take place."""
-    role, what = fault.split()
+    role, what = row.fault.split()
     members: list[Member] = {"draft": fleet.drafts, "target": fleet.targets, "gateway": fleet.gateways}[role]
     if what == "reloaded":
         return await _reload(fleet, worse)
-    message = {"draft": "piece", "target": "commit", "gateway": "tokens"}[role]
-    proxies = [member.proxy for member in members]
-    watches = [proxy.watch(DOWN, message) for proxy in proxies]
-    waits = [asyncio.create_task(watch.reached.wait()) for watch in watches]
-    done, rest = await asyncio.wait(waits, timeout=REACH_S, return_when=asyncio.FIRST_COMPLETED)
-    struck = next((member for member, wait in zip(members, waits, strict=True) if wait in done), None)
-    blow = None if struck is None else Kill(struck)
-    if blow is not None:
-        await blow.strike()
-    for proxy, watch, wait in zip(proxies, watches, waits, strict=True):
-        if wait in rest:
-            wait.cancel()
-            proxy.unwatch()
-        else:
-            watch.release(lost=True)
+    if role == "gateway" and row.transport == "HTTP":
+        blow = await _kill_who_answers(members, arrivals)
+    else:
+        message = {"draft": "piece", "target": "commit", "gateway": "tokens"}[role]
+        blow = await _kill_who_sends(members, message)
     took_place = blow is not None and await blow.heal()
     return "" if await fleet.whole(WHOLE_S) and took_place else f"{role}: no fault took place"
+
+
+async def _kill_who_sends(members: Sequence[Member], message: str) -> Kill | None:
+    """The first of them from whom such a message comes, which is lost; None: none came."""
+    watches = [member.proxy.watch(DOWN, message) for member in members]
+    waits = [asyncio.create_task(watch.reached.wait()) for watch in watches]
+    done, rest = await asyncio.wait(waits, timeout=REACH_S, return_when=asyncio.FIRST_COMPLETED)
+    blow = next((Kill(member) for member, wait in zip(members, waits, strict=True) if wait in done), None)
+    if blow is not None:
+        await blow.strike()
+    for member, watch, wait in zip(members, watches, waits, strict=True):
+        if wait in rest:
+            wait.cancel()
+            member.proxy.unwatch()
+        else:
+            watch.release(lost=True)
+    return blow
+
+
+async def _kill_who_answers(gateways: Sequence[Member], arrivals: list[float]) -> Kill | None:
+    """The gateway that has a connection over HTTP, once tokens have come; None: none came."""
+    end = time.monotonic() + REACH_S
+    while not arrivals and time.monotonic() < end:  # noqa: ASYNC110 (others add to it)
+        await asyncio.sleep(0.005)
+    blow = next((Kill(gateway) for gateway in gateways if gateway.proxies[-1].num_connections), None)
+    if blow is not None:
+        await blow.strike()
+    return blow
 
 
 async def _reload(fleet: Fleet, worse: Path) -> str:
@@ -176,7 +194,7 @@ async def _reload(fleet: Fleet, worse: Path) -> str:
     return ""
 
 
-async def _over_grpc(fleet: Fleet, ask: Ask) -> Answer:
+async def _over_grpc(fleet: Fleet, ask: Ask, arrivals: list[float]) -> Answer:
     readers = Readers(fleet, [ask], {}, 0)
     await readers.give_up()
     stream = await readers.read(ask, "gRPC", fleet.addresses)
@@ -185,14 +203,14 @@ async def _over_grpc(fleet: Fleet, ask: Ask) -> Answer:
     return stream.answer
 
 
-async def _over_http(fleet: Fleet, ask: Ask) -> Answer:
-    choices, arrivals = Choices(ask), list[float]()
+async def _over_http(fleet: Fleet, ask: Ask, arrivals: list[float]) -> Answer:
+    choices = Choices(ask)
     if problem := await Asker(fleet).ask(choices, arrivals):
         raise RuntimeError(problem)
     return choices.answer()
 
 
-async def _by_llm(fleet: Fleet, ask: Ask) -> Answer:
+async def _by_llm(fleet: Fleet, ask: Ask, arrivals: list[float]) -> Answer:
     return await asyncio.to_thread(_generated, fleet.addresses, ask)
 
 
