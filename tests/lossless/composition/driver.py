@@ -26,6 +26,7 @@ class Outcome:
 
     row: Row
     problems: list[str] = field(default_factory=list)
+    num_output: int = 0  # tokens, of all completions
     num_drafted: int = 0
     num_accepted: int = 0
     num_replayed: int = 0  # windows
@@ -93,6 +94,7 @@ def _compared(server: Server, asked: Sequence[tuple[Row, Answer | Refused]]) -> 
         if isinstance(answer, BaseException):
             outcome.problems.append(f"{type(answer).__name__}: {answer}")
         else:
+            outcome.num_output = answer.num_output
             outcome.num_drafted, outcome.num_accepted = answer.num_drafted, answer.num_accepted
             outcome.problems += _differences(row, answer, plain)
         outcome.problems += left

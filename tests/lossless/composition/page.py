@@ -17,6 +17,7 @@ from lossless.composition.processes import ProcessRow
 from lossless.composition.table import EXCLUSIONS, FACTORS, Exclusion, exclusion_of
 
 PAGE = Path("docs/composition.md")
+LEAST_OUTPUT = 8  # tokens, behind which a draft has had its turn
 NAMES = {
     "method": "method", "weights": "weights", "kernels": "kernels", "prompt": "prompt", "blocks": "blocks",
     "rule": "rule", "constraint": "constraint", "adapter": "adapter", "cache": "prefix cache",
@@ -102,9 +103,11 @@ def why_not(exclusions: Sequence[Exclusion]) -> str:
 
 
 def _plainly(outcomes: Sequence[Outcome]) -> str:
-    """What is served, and drafts nothing: values that stand with a method in no row that drafted."""
+    """What is served, and drafts nothing: values that stand with a method in no row that drafted, and in some that had
+    the tokens for it."""
     drafted = {(one.row.method, name, value) for one in outcomes if one.num_drafted for name, value in _of(one)}
-    met = {(one.row.method, name, value) for one in outcomes for name, value in _of(one) if one.row.method != "none"}
+    could = [one for one in outcomes if one.row.method != "none" and one.num_output > LEAST_OUTPUT]
+    met = {(one.row.method, name, value) for one in could for name, value in _of(one)}
     lines = [f"| {method} | {NAMES[name]}: {value} |" for method, name, value in sorted(met - drafted)]
     return "\n".join(["| served without drafts | with |", "|---|---|", *lines]) + "\n" if lines else ""
 

@@ -61,7 +61,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 STOPS: dict[str, dict[str, Any]] = {
     "none": {},
-    "a string": {"stop": ["o", "he"]},
+    "a string": {"stop": ["he", "ov", "7"]},
     "an id": {"stop_token_ids": [88, 90, 261]},
 }
 LOGPROBS: dict[str, dict[str, Any]] = {"none": {}, "of the output": {"logprobs": True, "top_logprobs": 3}}
