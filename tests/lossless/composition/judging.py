@@ -20,7 +20,8 @@ def check(kernels: Kernels, folder: Path, prove: bool) -> None:
     assert sum(one.num_replayed for one in found.outcomes) > len(chosen)
     accepted = accepted_by_method(found.outcomes)
     wrong = {method for method in FACTORS["method"] if method != "none" and not accepted[method]}
-    assert not wrong, f"seed {SEED}: no draft of {wrong} was accepted: rows of these show half"
+    assert accepted.total() > len(chosen), "drafts are hardly ever right"
+    assert not (prove and wrong), f"seed {SEED}: no draft of {wrong} was accepted: rows of these show half"
 
 
 def accepted_by_method(outcomes: list[Outcome]) -> Counter[str]:
