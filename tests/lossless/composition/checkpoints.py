@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 128}  # packe
 SHARPER = 4.0  # factor on the head, so that sampled text has likely and unlikely tokens
 MOST = 16  # tokens drafted in a round, of the rows that ask for most
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
-# Its last branch opens what is reasoned in the prompt, where a request wants that.
+# At the end of the chat template: opens what is reasoned in the prompt, where a request wants that.
 OPENS = "{% if opens %}<think>\n{% endif %}"
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 from lossless.composition.checkpoints import Checkpoints
-from lossless.composition.requests import Answer, Refused, ask, body_of, speculating, warming
+from lossless.composition.replay import Judged, Replay
+from lossless.composition.requests import Answer, Refused, ask, body_of, number_of, speculating, warming
 from lossless.composition.serving import NAME, Server, serving
 from lossless.composition.table import Row
 
@@ -87,29 +88,32 @@ def _compared(server: Server, asked: Sequence[tuple[Row, Answer | Refused]]) -> 
     yield from (Outcome(row, [f"without drafts: {plain}"]) for row, plain in asked if isinstance(plain, Refused))
     expected = [(row, plain) for row, plain in asked if isinstance(plain, Answer)]
     answers = server.run(_together(server, expected))
-    left = server.run(server.left_over())
-    replay = server.replay()
+    left, replay = server.run(server.left_over()), Replay(server.engine)
     for (row, plain), answer in zip(expected, answers, strict=True):
-        outcome = Outcome(row)
+        outcome = Outcome(row, [*left])
         if isinstance(answer, BaseException):
             outcome.problems.append(f"{type(answer).__name__}: {answer}")
         else:
             outcome.num_output = answer.num_output
             outcome.num_drafted, outcome.num_accepted = answer.num_drafted, answer.num_accepted
             outcome.problems += _differences(row, answer, plain)
-        outcome.problems += left
         if not row.is_plain_again:
-            seed = body_of(row, NAME)["seed"]
-            for judged in server.judged:
-                if judged.request.seed == seed and judged.rejects:
-                    outcome.num_replayed += 1
-                    try:
-                        replay.check(judged)
-                    except AssertionError as error:
-                        outcome.problems.append(f"replayed: {error}")
-            if not outcome.num_replayed:
-                outcome.problems.append("nothing was judged by rejection")
+            _judge_again(outcome, server.judged, replay)
         yield outcome
+
+
+def _judge_again(outcome: Outcome, judged: Sequence[Judged], replay: Replay) -> None:
+    """Its windows, of all that its server judged."""
+    seed = number_of(outcome.row)
+    own = [window for window in judged if window.request.seed == seed and window.rejects]
+    outcome.num_replayed = len(own)
+    if not own:
+        outcome.problems.append("nothing was judged by rejection")
+    for window in own:
+        try:
+            replay.check(window)
+        except AssertionError as error:
+            outcome.problems.append(f"replayed: {error}")
 
 
 async def _together(server: Server, expected: Sequence[tuple[Row, Answer]]) -> list[Answer | BaseException]:

@@ -39,6 +39,8 @@ Of each row is shown, over HTTP as a client sees it, in a batch with others:
   draft drew by, the seed's random numbers and the probabilities of a pass of its own; what was committed is that;
 * the prompt's tokens that the prefix cache had are as many as without speculation; usage counts what came; and nothing
   is held afterwards: no sequence, no block, no request.
+
+In no table yet: targets on vLLM, pictures, which those alone take, and a prompt's log probabilities.
 """
 
 

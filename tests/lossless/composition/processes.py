@@ -6,20 +6,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
-from chaos.asks import RULES, SHAPES, TIMEOUT_S, Answer, Ask, expectations
+from chaos.asks import PATIENT, RULES, SHAPES, TIMEOUT_S, Answer, Ask, expectations
 from chaos.faults import Kill
 from chaos.fleet import Fleet, Member
 from chaos.over_http import SHAPES as OVER_HTTP
 from chaos.over_http import Asker, Choices
 from chaos.proxy import DOWN
-from chaos.streams import Readers, Stream, judge
-from lossless.composition.table import Exclusion, covering
+from chaos.streams import Stream, judge
+from lossless.composition.table import Combination, Exclusion, covering
 from support.models import other_weights
 
+from outrider.client import Client
 from outrider.gateway.peers.remote import reload_model
 from outrider.llm import LLM, SamplingParams
 from outrider.llm.structured_outputs import StructuredOutputsParams
@@ -39,8 +40,8 @@ RuleName = Literal["greedy", "coupled", "rejection", "block"]
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessRow:
-    """One combination."""
+class ProcessRow(Combination):
+    """One that runs across processes."""
 
     fault: Fault
     transport: Transport
@@ -48,11 +49,8 @@ class ProcessRow:
     rule: RuleName
     shape: Shape
 
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in asdict(self).values())
 
-
-FACTORS: dict[str, tuple[Any, ...]] = {name: get_args(hint) for name, hint in get_type_hints(ProcessRow).items()}
+FACTORS = ProcessRow.factors()
 BY_HAND = "a client over HTTP goes on by hand after a fault"
 EXCLUSIONS = (
     Exclusion(
@@ -195,12 +193,8 @@ async def _reload(fleet: Fleet, worse: Path) -> str:
 
 
 async def _over_grpc(fleet: Fleet, ask: Ask, arrivals: list[float]) -> Answer:
-    readers = Readers(fleet, [ask], {}, 0)
-    await readers.give_up()
-    stream = await readers.read(ask, "gRPC", fleet.addresses)
-    if stream.error or stream.answer is None:
-        raise RuntimeError(stream.error)
-    return stream.answer
+    async with Client(fleet.addresses, retry=PATIENT) as client:
+        return Answer.of([part async for part in client.generate(timeout=TIMEOUT_S, **ask.options)])
 
 
 async def _over_http(fleet: Fleet, ask: Ask, arrivals: list[float]) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 from lossless.composition.checkpoints import Checkpoints
-from lossless.composition.replay import Judged, Replay
+from lossless.composition.replay import Judged
 from pytest import MonkeyPatch
 
 from outrider.gateway.http.protocol import HttpOptions
@@ -48,10 +48,6 @@ class Server:
     def client(self) -> httpx.AsyncClient:
         app = build_app(self.backend.engine, options=HttpOptions())
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tiny", timeout=None)
-
-    def replay(self) -> Replay:
-        """What judges again what its target judged."""
-        return Replay(self.engine)
 
     async def left_over(self) -> list[str]:
         """What is held though nothing runs; what ends a moment later is waited for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -36,8 +36,21 @@ Answer = Literal["whole", "streamed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One combination. The first five say what serves it; the others are the request's."""
+class Combination:
+    """Values of several factors, each a field whose type names what it may be."""
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values())
+
+    @classmethod
+    def factors(cls) -> Mapping[str, tuple[Any, ...]]:
+        """The values of each."""
+        return {name: get_args(hint) for name, hint in get_type_hints(cls).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Combination):
+    """One that runs in one process. The first five say what serves it; the others are the request's."""
 
     method: Method
     weights: Weights
@@ -70,13 +83,8 @@ class Row:
         """Whether its tokens have to be those of plain decoding; else they have its law."""
         return self.rule in ("greedy", "coupled") or self.method == "none"
 
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in asdict(self).values())
 
-
-FACTORS: Mapping[str, tuple[Any, ...]] = {
-    name: get_args(hint) for name, hint in get_type_hints(Row).items() if name in {one.name for one in fields(Row)}
-}
+FACTORS = Row.factors()
 
 
 @dataclass(frozen=True, slots=True)
