@@ -11,13 +11,16 @@ from typing import Any
 from lossless.composition.table import Method
 from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
+from support.fakes import EOS
 from support.heads import LAYOUTS, random_head_of, save_guess
 from support.models import other_weights, save_tiny, tiny_hf_model
 from support.tools import save_tool_tokenizer
 from torch import Tensor
 
 VOCAB = 400
-SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 128}  # packed products have inputs by 32
+SHAPE: dict[str, Any] = {  # packed products have inputs by 32, and vLLM's attention no smaller heads
+    "vocab_size": VOCAB, "intermediate_size": 128, "head_dim": 32, "eos_token_id": EOS,
+}  # fmt: skip
 SHARPER = 4.0  # factor on the head, so that sampled text has likely and unlikely tokens
 MOST = 16  # tokens drafted in a round, of the rows that ask for most
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"

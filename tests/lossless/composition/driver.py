@@ -4,7 +4,8 @@ What comes out of it is `Outcome`s, which tests judge and pages show."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -47,8 +48,11 @@ class Run:
         return [f"{one.row}: {problem}" for one in self.outcomes for problem in one.problems]
 
 
-def run(rows: Iterable[Row], folder: Path) -> Run:
-    """All of them."""
+Serving = Callable[[Checkpoints, Sequence[str]], AbstractContextManager[Server]]
+
+
+def run(rows: Iterable[Row], folder: Path, serving: Serving = serving) -> Run:
+    """All of them, by what `serving` starts."""
     checkpoints, found = Checkpoints(folder), Run()
     wanted = sorted(rows, key=lambda row: (row.plain_server, row.server))
     for plain_server, members in groupby(wanted, key=lambda row: row.plain_server):
@@ -68,7 +72,8 @@ async def _plainly(server: Server, rows: Sequence[Row]) -> dict[Row, Answer | Re
     async with server.client() as client:
         for row in rows:
             body = body_of(row, NAME)
-            rule = "coupled" if row.rule in ("greedy", "coupled") else row.rule
+            of_greedy = "coupled" if server.couples else "auto"
+            rule = of_greedy if row.rule == "greedy" else row.rule
             try:
                 await _warm(client, row, body)
                 found[row] = await ask(client, body | {"speculation": {"enabled": False, "acceptance": rule}})
@@ -88,7 +93,7 @@ def _compared(server: Server, asked: Sequence[tuple[Row, Answer | Refused]]) -> 
     yield from (Outcome(row, [f"without drafts: {plain}"]) for row, plain in asked if isinstance(plain, Refused))
     expected = [(row, plain) for row, plain in asked if isinstance(plain, Answer)]
     answers = server.run(_together(server, expected))
-    left, replay = server.run(server.left_over()), Replay(server.engine)
+    left, replay = server.run(server.left_over()), Replay(server.engine) if server.judges_again else None
     for (row, plain), answer in zip(expected, answers, strict=True):
         outcome = Outcome(row, [*left])
         if isinstance(answer, BaseException):
@@ -97,7 +102,7 @@ def _compared(server: Server, asked: Sequence[tuple[Row, Answer | Refused]]) -> 
             outcome.num_output = answer.num_output
             outcome.num_drafted, outcome.num_accepted = answer.num_drafted, answer.num_accepted
             outcome.problems += _differences(row, answer, plain)
-        if not row.is_plain_again:
+        if not row.is_plain_again and replay is not None:
             _judge_again(outcome, server.judged, replay)
         yield outcome
 
@@ -148,6 +153,9 @@ def _differences(row: Row, answer: Answer, plain: Answer) -> Iterator[str]:
         yield "nothing was cached of a warm prompt"
     if row.cache != "warm" and answer.num_cached:
         yield f"{answer.num_cached} tokens of a cold prompt were cached"
+    yield from _different_prompts(answer.prompt_logprobs, plain.prompt_logprobs)
+    if (row.logprobs == "of the prompt, too") != (len(answer.prompt_logprobs) == answer.num_prompt - 1 > 0):
+        yield f"{len(answer.prompt_logprobs)} log probabilities of {answer.num_prompt} tokens of the prompt"
     if answer.num_output != sum(len(choice.ids) for choice in answer.choices):
         yield f"usage says {answer.num_output} tokens"
     for place, (ours, theirs) in enumerate(zip(answer.choices, plain.choices, strict=True)):
@@ -159,6 +167,13 @@ def _differences(row: Row, answer: Answer, plain: Answer) -> Iterator[str]:
                 if told != wanted:
                     yield f"completion {place}: {name} {told!r:.300}, plainly {wanted!r:.300}"
             yield from _different_logprobs(place, ours.logprobs, theirs.logprobs)
+
+
+def _different_prompts(ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """By token; the lists are as long as one another where nothing else is wrong."""
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
+        if one.keys() != other.keys() or any(abs(one[key] - other[key]) > CLOSE for key in one):
+            yield f"log probabilities of the prompt's token {place} {one}, plainly {other}"
 
 
 def _different_logprobs(place: int, ours: list[Any], theirs: list[Any]) -> Iterator[str]:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lossless.composition.driver import Outcome, Run
+from lossless.composition.on_vllm import EXCLUSIONS as VLLMS_OWN
+from lossless.composition.on_vllm import FACTORS as ON_VLLM
+from lossless.composition.on_vllm import LEFT_OUT
 from lossless.composition.processes import EXCLUSIONS as ACROSS
 from lossless.composition.processes import FACTORS as PROCESSES
 from lossless.composition.processes import ProcessRow
@@ -40,7 +43,7 @@ Of each row is shown, over HTTP as a client sees it, in a batch with others:
 * the prompt's tokens that the prefix cache had are as many as without speculation; usage counts what came; and nothing
   is held afterwards: no sequence, no block, no request.
 
-In no table yet: targets on vLLM, pictures, which those alone take, and a prompt's log probabilities.
+In no table: pictures, which targets on vLLM alone take.
 """
 
 
@@ -68,6 +71,13 @@ def written(found: Run, across: Mapping[ProcessRow, str], strength: int, seed: i
         values_of(PROCESSES),
         _pairs(PROCESSES, ACROSS, [asdict(row) for row, problem in across.items() if not problem]),
         why_not(ACROSS),
+        "## Targets on vLLM\n",
+        "`make test-vllm` runs an array of pairs there, over HTTP, too: greedy answers are those of vLLM's plain\n"
+        "decoding, sampled ones come whole. What is judged by rejection is so in vLLM's own process, and not again;\n"
+        "its laws have tests of their own (tests/vllm_engine).\n",
+        values_of(ON_VLLM),
+        left_out(),
+        why_not([one for one in VLLMS_OWN if one not in EXCLUSIONS]),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -76,6 +86,16 @@ def values_of(factors: Mapping[str, Sequence[Any]]) -> str:
     """A line a factor."""
     lines = [f"| {NAMES[name]} | {', '.join(map(str, values))} |" for name, values in factors.items()]
     return "\n".join(["| factor | values |", "|---|---|", *lines]) + "\n"
+
+
+def left_out() -> str:
+    """Of targets on vLLM the values that are in no row there, a line for each reason."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for factor, values in LEFT_OUT.items():
+        for value, why in values.items():
+            by_reason.setdefault((factor, why), []).append(value)
+    lines = [f"| {NAMES[factor]}: {', '.join(values)} | {why} |" for (factor, why), values in by_reason.items()]
+    return "\n".join(["| not on vLLM | why |", "|---|---|", *lines]) + "\n"
 
 
 def _pairs(

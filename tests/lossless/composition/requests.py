@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,8 @@ STOPS: dict[str, dict[str, Any]] = {
     "a string": {"stop": ["he", "ov", "7"]},
     "an id": {"stop_token_ids": [88, 90, 261]},
 }
-LOGPROBS: dict[str, dict[str, Any]] = {"none": {}, "of the output": {"logprobs": True, "top_logprobs": 3}}
+OF_OUTPUT: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
+LOGPROBS = {"none": {}, "of the output": OF_OUTPUT, "of the prompt, too": OF_OUTPUT | {"prompt_logprobs": 2}}
 
 
 def number_of(row: Row) -> int:
@@ -76,7 +78,7 @@ def body_of(row: Row, model: str) -> dict[str, Any]:
     """Without what says how to speculate."""
     number = number_of(row)
     draw = random.Random(number)
-    text = " ".join(draw.choices(WORDS, k=draw.randrange(6, 12)))
+    text = " ".join(draw.choices(WORDS, k=draw.choice(row.num_words)))
     return {
         "model": "one" if row.adapter == "one" else model,
         "messages": [{"role": "user", "content": f"{number} {text} {text[:24]}"}],
@@ -150,6 +152,7 @@ class Answer:
     """What a row got."""
 
     choices: list[Choice]
+    prompt_logprobs: list[Mapping[str, float]] = field(default_factory=list)  # of each token but the first, by id
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
@@ -160,6 +163,10 @@ class Answer:
         if usage is not None:
             self.num_prompt, self.num_output = usage["prompt_tokens"], usage["completion_tokens"]
             self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def add_prompt(self, told: list[dict[str, Any] | None] | None) -> None:
+        """The log probabilities of its tokens, if they were asked for."""
+        self.prompt_logprobs += [{key: one["logprob"] for key, one in row.items()} for row in told or [] if row]
 
     def count_drafts(self, told: dict[str, Any] | None) -> None:
         if told:
@@ -183,6 +190,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
             answer.choices[choice["index"]].add(choice, choice["message"])
             answer.count_drafts(choice.get("speculation"))
         answer.count(told["usage"])
+        answer.add_prompt(told.get("prompt_logprobs"))
         return answer
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 from lossless.composition.checkpoints import Checkpoints
@@ -32,6 +32,8 @@ class Server:
     llm: LLM
     judged: list[Judged]
     num_preempted: int = 0
+    judges_again: ClassVar[bool] = True  # what was judged by rejection can be
+    couples: ClassVar[bool] = True
 
     @property
     def backend(self) -> Any:

@@ -26,7 +26,7 @@ Adapter = Literal["none", "one"]
 Cache = Literal["cold", "warm", "another tenant's"]
 Prompt = Literal["at once", "in chunks"]
 Processors = Literal["none", "penalties", "bias", "bad words", "min_p", "top_k and top_p", "min_tokens"]
-Logprobs = Literal["none", "of the output"]
+Logprobs = Literal["none", "of the output", "of the prompt, too"]
 Completions = Literal["1", "3"]
 Stop = Literal["none", "a string", "an id"]
 Blocks = Literal["enough", "too few"]
@@ -67,6 +67,11 @@ class Row(Combination):
     stop: Stop
     k: Tokens  # drafted in a round, at most
     answer: Answer
+
+    @property
+    def num_words(self) -> range:
+        """Of its message."""
+        return range(6, 12)
 
     @property
     def server(self) -> tuple[str, ...]:
@@ -115,6 +120,18 @@ EXCLUSIONS = (
         lambda row: row["cache"] != "cold" and row["blocks"] == "too few",
         "a warm cache with too few blocks",
         "what is cached is the first to go; both alone are in the table",
+    ),
+    Exclusion(
+        ("logprobs", "answer"),
+        lambda row: row["logprobs"] == "of the prompt, too" and row["answer"] == "streamed",
+        "a prompt's log probabilities of streamed answers",
+        "refused by name, as vLLM does",
+    ),
+    Exclusion(
+        ("logprobs", "cache"),
+        lambda row: row["logprobs"] == "of the prompt, too" and row["cache"] == "warm",
+        "a prompt's log probabilities over a warm cache",
+        "they are of rows, and what is cached has none: the prompt is computed anew",
     ),
     Exclusion(
         ("rule", "processors"),

@@ -7,8 +7,8 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from lossless.composition import processes
-from lossless.composition.page import values_of, why_not
+from lossless.composition import on_vllm, processes
+from lossless.composition.page import left_out, values_of, why_not
 from lossless.composition.processes import process_rows
 from lossless.composition.table import EXCLUSIONS, FACTORS, OF_REGISTRY, exclusion_of, rows
 from support.environment import SEED
@@ -34,3 +34,4 @@ def test_the_page_has_the_tables_of_today(repository: Path) -> None:
     page = (repository / "docs" / "composition.md").read_text(encoding="utf-8")
     for factors, exclusions in ((FACTORS, EXCLUSIONS), (processes.FACTORS, processes.EXCLUSIONS)):
         assert values_of(factors) in page and why_not(exclusions) in page, "make composition writes it anew"
+    assert values_of(on_vllm.FACTORS) in page and left_out() in page, "make composition writes it anew"
