@@ -26,7 +26,8 @@ from outrider.engine.quantized.choice import rounding_for
 from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
-from outrider.proposers.heads.head import Head, bytes_beside_block
+from outrider.proposers.heads.head import bytes_beside_block
+from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service, this_machine
@@ -109,7 +110,7 @@ def new_engine(
     limits: TargetLimits,
     flush: Callable[[], None] = lambda: None,
     metrics: TargetMetrics | None = None,
-    head: Head | None = None,
+    head: AnyHead | None = None,
     grammars: Grammars | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,  # the runner has room for
 ) -> TargetEngine:
@@ -196,7 +197,7 @@ def load(settings: TargetSettings) -> LoadedModel:
     )
 
 
-def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
+def load_head(settings: TargetSettings, loaded: LoadedModel) -> AnyHead | None:
     """What shall draft beside the model, if anything. Raises UnsupportedModel for what does not fit it."""
     if settings.head is None:
         return None
@@ -214,7 +215,7 @@ def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
 def new_runner(
     settings: TargetSettings,
     loaded: LoadedModel,
-    head: Head | None = None,
+    head: AnyHead | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
 ) -> ModelRunner:
     """One whose passes leave what the head reads, and whose cache leaves room for the head's, and for adapters. Raises
@@ -260,7 +261,7 @@ def info_of(
     loaded: LoadedModel,
     limits: TargetLimits,
     step_costs: StepProfile = (),
-    head: Head | None = None,
+    head: AnyHead | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
     capabilities: Sequence[str] = (),  # beside what every target can
 ) -> TargetInfo:
