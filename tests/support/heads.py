@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.heads.block import BlockHead
-from outrider.proposers.heads.head import TargetWeights
+from outrider.proposers.heads.head import Head, TargetWeights
 from outrider.proposers.heads.loading import AnyHead, load_head
 
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
@@ -34,6 +34,13 @@ def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
 def passes_of(head: AnyHead) -> tuple[str, ...]:
     """The names of what is given the target's states: the first that drafts, if one does."""
     return ("fill",) if isinstance(head, BlockHead) else ("first", "fill")
+
+
+def load_in_turn(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> Head:
+    """A head that is no block drafter."""
+    head = load_head(folder, target, dtype, device)
+    assert not isinstance(head, BlockHead)
+    return head
 
 
 def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:

@@ -19,6 +19,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel
 from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.layer import LayerHead
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
@@ -270,20 +271,21 @@ def test_where_nothing_is_drafted_a_head_keeps_what_it_would_have(
 ) -> None:
     """Decoding plainly takes a pass a block of the cache, of what rows behind will look at alone."""
     head = random_head(layout, tmp_path, *models)
-    first, caches, drafts = type(head).first, [], []
+    kind: Any = type(head)
+    first, caches, drafts = kind.first, [], []
 
     def counted(*given: Any) -> Any:
         drafts.append(given)
         return first(*given)
 
-    monkeypatch.setattr(type(head), "first", counted)
+    monkeypatch.setattr(kind, "first", counted)
     for _ in range(2):
         harness = TargetHarness.of(models[1], head=head)
         harness.decode_plain(1, opened(1, prompt_of(1, 20), max_tokens=70))
         (cache,) = [part._cache for part in harness.engine.parts if isinstance(part, HeadDrafter)]
         caches.append([*cache.keys, *cache.values])
         assert len(drafts) == (5 if head.layers and len(caches) == 2 else 0)  # the prompt, and the ends of four blocks
-        monkeypatch.setattr(type(head), "fill", counted)
+        monkeypatch.setattr(kind, "fill", counted)
     for filled, passed in zip(*caches, strict=True):
         torch.testing.assert_close(filled, passed, atol=1e-5, rtol=1e-5)
         assert filled.abs().sum() > 0
@@ -335,7 +337,7 @@ def test_rows_have_the_states_before_their_tokens(
 def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that draft so many tokens each, in one pass."""
     head = random_head("p-eagle", tmp_path, *models)
-    first, piece_of = type(head).first, HeadLine.piece
+    first, piece_of = LayerHead.first, HeadLine.piece
     rows: list[int] = []
     drafted: list[int] = []
 
@@ -348,7 +350,7 @@ def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, m
         drafted.extend(piece_of(line).ids)
         return piece_of(line)
 
-    monkeypatch.setattr(type(head), "first", watched_first)
+    monkeypatch.setattr(LayerHead, "first", watched_first)
     monkeypatch.setattr(HeadLine, "piece", watched_piece)
     harness = TargetHarness.of(models[1], head=head)
     for number, k in ((1, 2), (2, 5), (3, 1)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engines import TargetHarness, opened
+from support.heads import load_in_turn
 from support.models import save_tiny
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads.head import Head
-from outrider.proposers.heads.loading import load_head
 from outrider.rpc.messages import Credit
 from outrider.training import heads
 from outrider.training.course import CoursePlan
@@ -55,7 +55,7 @@ def plan_of(method: HeadMethod, target: Path, corpus: Path, out: Path, **options
 def exported(folder: Path, target: Path) -> tuple[Head, LoadedModel]:
     loaded = load_model(target)
     weights = HeadTarget.read(target, loaded).weights
-    return load_head(folder, weights, torch.float32, torch.device("cpu")), loaded
+    return load_in_turn(folder, weights, torch.float32, torch.device("cpu")), loaded
 
 
 def drafted(head: Head, ids: Sequence[int], features: Tensor, end: int, num_tokens: int) -> Tensor:

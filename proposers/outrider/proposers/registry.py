@@ -132,9 +132,9 @@ HEADS: Mapping[str, DraftingMethod] = {
         _head("eagle3", "a decoder layer beside the target that reads hidden states of three of its layers"),
         _head("medusa", "a head beside the target for each of the next tokens, from its last hidden state"),
         _head("mlp_speculator", "small layers beside the target, one for each next token, from its last hidden state"),
+        _head("mtp", "a layer for the token after next that was trained with the target"),
         _head("dflash", "layers beside the target that draft a block in one pass, from states of several layers"),
         _head("dspark", "a block drafter whose tokens follow one another, and which tells how sure it is"),
-        _head("mtp", "a layer for the token after next that was trained with the target"),
     )
 }
 BLOCKS = ("dflash", "dspark")  # heads that draft a block in one pass

@@ -57,13 +57,13 @@ def drafts_in_one_pass(head: AnyHead) -> bool:
 
 
 HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], AnyHead]] = {
-    "dflash": _dflash,
-    "dspark": _dspark,
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "medusa": _medusa,
     "mlp_speculator": _mlp_speculator,
     "mtp": MtpHead,
+    "dflash": _dflash,
+    "dspark": _dspark,
 }
 
 
