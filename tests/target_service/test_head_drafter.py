@@ -24,6 +24,7 @@ from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.rpc.words.structured import StructuredOutput
+from outrider.target_service.boot import expect_confidence
 from outrider.target_service.draft_buffer import ChainBuffer, Window
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.head_lines import HeadLine
@@ -372,6 +373,34 @@ def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models
     harness.send(opened(2, prompt_of(2), max_tokens=9), Credit(2, 1 << 20, 4))
     harness.run()
     assert {origin for n in (1, 2) for c in harness.commits(n) for origin in c.origins} == {TokenOrigin.PLAIN}
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, {"temperature": 1.0, "acceptance": AcceptanceRule.BLOCK}])
+def test_a_chain_ends_before_a_token_of_too_little_confidence(
+    models: Any, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    """But for blocks, which are judged whole."""
+    head = random_head("dspark", tmp_path, *models)
+    request = asked(1, prompt_of(4), head, max_tokens=40, seed=3, **sampling)
+    lengths = []
+    for least in (0.0, 0.48, 1.0):
+        expect_confidence(head, least)
+        harness = TargetHarness.of(models[1], head=head)
+        harness.send(request, Credit(1, 1 << 20, 5))
+        harness.run()
+        lengths.append([commit.num_drafted for commit in harness.commits(1)])
+        if "acceptance" not in sampling or sampling["acceptance"] == COUPLED:
+            assert harness.output(1) == TargetHarness.of(models[1]).decode_plain(1, request)
+    whole, some, none = lengths
+    if sampling.get("acceptance") == AcceptanceRule.BLOCK:
+        assert max(none) == max(whole) == 5
+    else:
+        assert max(none) == 0 and len(set(some)) > 2 and sum(some) < sum(whole)
+
+
+def test_confidence_is_asked_of_a_head_that_tells_it(models: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"head_confidence: is 0.5; allowed: 0, since this eagle head tells no conf"):
+        expect_confidence(random_head("eagle", tmp_path, *models), 0.5)
 
 
 def test_a_head_that_fails_costs_its_drafts_alone(models: Any, head: AnyHead, monkeypatch: pytest.MonkeyPatch) -> None:

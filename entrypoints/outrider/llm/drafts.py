@@ -117,7 +117,8 @@ class HeadDraft(Speculation):
 
     def of_target(self) -> dict[str, Any]:
         tree = None if self._speculation.tree is None else self._speculation.speculative_token_tree
-        return {"head": self._speculation.model, "speculative_token_tree": tree}
+        least = self._speculation.draft_confidence
+        return {"head": self._speculation.model, "speculative_token_tree": tree, "head_confidence": least}
 
     def of_vllm(self) -> dict[str, Any]:
         return {engine_of(VLLM).SPECULATIVE: vllms_own(self._speculation)}

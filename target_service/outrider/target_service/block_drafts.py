@@ -63,7 +63,20 @@ def _draw(head: BlockHead, guess: BlockGuess, lines: Sequence[HeadLine], drawer:
         before = torch.tensor([line.last_id for line in rows], device=device)
         chains = BlockChains(places, before, memory, partial(drawer.adjusted, rows=rows))
         logits, memory = head.at(guess, chains)
-        drawn = drawer.draw(logits, rows)
+        drawn = [
+            None if is_unsure else token
+            for token, is_unsure in zip(drawer.draw(logits, rows), _unsure(head, guess, chains, rows), strict=True)
+        ]
         kept = [index for index, (line, token) in enumerate(zip(rows, drawn, strict=True)) if line.take(token)]
         going = [going[index] for index in kept]
         memory = None if memory is None else memory[index_on(kept, device)]
+
+
+def _unsure(head: BlockHead, guess: BlockGuess, chains: BlockChains, lines: Sequence[HeadLine]) -> list[bool]:
+    """Whose next token the head holds too unlikely to be taken. That hangs on the tokens before it and not on itself,
+    so that under rejection a chain may end there; blocks are judged whole, and have the length that was asked for."""
+    sure = head.confidence(guess, chains) if head.least_confidence > 0 else None
+    if sure is None:
+        return [False] * len(lines)
+    below: list[bool] = (sure < head.least_confidence).tolist()
+    return [found and not line.target.by_block for found, line in zip(below, lines, strict=True)]

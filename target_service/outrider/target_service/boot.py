@@ -26,6 +26,7 @@ from outrider.engine.quantized.choice import rounding_for
 from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
+from outrider.proposers.heads.block import BlockHead
 from outrider.proposers.heads.head import bytes_beside_block
 from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.heads.target import target_weights
@@ -204,12 +205,22 @@ def load_head(settings: TargetSettings, loaded: LoadedModel) -> AnyHead | None:
     try:
         weights = target_weights(settings.model, loaded.model, settings.expand)
         head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device)
+        expect_confidence(head, settings.head_confidence)
         check_taps(head.taps, len(loaded.model.layers))
         check_tree(settings.tree, head, loaded.model.takes_trees)
     except ValueError as error:
         raise UnsupportedModel(f"head (--head {settings.head}) does not fit the model: {error}") from error
     log.info("%s drafts beside the model, from layers %s", head.name, ", ".join(map(str, head.taps)))
     return head
+
+
+def expect_confidence(head: AnyHead, least: float) -> None:
+    """Has chains end before tokens that are less likely to be taken. Raises ValueError for a head that cannot tell."""
+    if least == 0:
+        return
+    if not isinstance(head, BlockHead) or not head.tells_confidence:
+        raise ValueError(f"head_confidence: is {least}; allowed: 0, since this {head.name} head tells no confidence")
+    head.least_confidence = least
 
 
 def new_runner(

@@ -61,6 +61,7 @@ class BlockHead:
 
     name = "dflash"
     anchor_first = False  # where the checkpoint does not say
+    least_confidence = 0.0  # a chain ends before a token that is less likely to be taken; 0: it does not
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
         self.config = found = BlockConfig.parse(config, target, self.anchor_first)
@@ -111,12 +112,17 @@ class BlockHead:
         """A layer, as DecoderLayer.forward."""
         return layer.forward(normed, residual, *step)
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether `confidence` does."""
+        return False
+
     def at(self, guess: BlockGuess, chains: BlockChains) -> tuple[Tensor, Tensor | None]:  # [chains, vocab]
         """The logits of the next token of each chain, behind those drawn before it, and the chains' memory then."""
         return self.of_target(guess.logits[chains.places]), None
 
     def confidence(self, guess: BlockGuess, chains: BlockChains) -> Tensor | None:  # [chains]
-        """How likely the next token is taken if those before are, whichever it is; None where nothing is known."""
+        """How likely the next token is taken if those before are, whichever it is; None where nothing tells."""
         return None
 
     def of_target(self, logits: Tensor) -> Tensor:  # [rows, outputs] -> [rows, vocab]

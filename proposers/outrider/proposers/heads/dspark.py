@@ -46,6 +46,11 @@ class DSparkHead(BlockHead):
             self._confidence = reader.vector(hidden + (rank if self._with_markov else 0), CONFIDENCE)
             self._level = reader.vector(1, LEVEL) if LEVEL in reader else 0.0
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether the checkpoint has a confidence head."""
+        return self._confidence is not None
+
     def at(self, guess: BlockGuess, chains: BlockChains) -> tuple[Tensor, Tensor | None]:
         """Shapes: `BlockHead.at`."""
         logits, memory = guess.logits[chains.places], None
