@@ -22,6 +22,7 @@ from outrider.proposers.heads.loading import AnyHead, load_head
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
 BLOCKS = ("dflash", "dflash2", "dspark", "dspark-rnn")
 LAYOUTS = (*METHODS, "p-eagle", *BLOCKS)
+METHOD_OF = {layout: layout for layout in LAYOUTS} | {"p-eagle": "eagle3", "dflash2": "dflash", "dspark-rnn": "dspark"}
 
 
 def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
