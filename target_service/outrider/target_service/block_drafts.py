@@ -63,11 +63,10 @@ def _draw(head: BlockHead, guess: BlockGuess, lines: Sequence[HeadLine], drawer:
         before = torch.tensor([line.last_id for line in rows], device=device)
         chains = BlockChains(places, before, memory, partial(drawer.adjusted, rows=rows))
         logits, memory = head.at(guess, chains)
-        drawn = [
-            None if is_unsure else token
-            for token, is_unsure in zip(drawer.draw(logits, rows), _unsure(head, guess, chains, rows), strict=True)
-        ]
-        kept = [index for index, (line, token) in enumerate(zip(rows, drawn, strict=True)) if line.take(token)]
+        drawn = drawer.draw(logits, rows)
+        ends = _unsure(head, guess, chains, rows)
+        triples = zip(rows, drawn, ends, strict=True)
+        kept = [index for index, (line, token, is_end) in enumerate(triples) if line.take(None if is_end else token)]
         going = [going[index] for index in kept]
         memory = None if memory is None else memory[index_on(kept, device)]
 
