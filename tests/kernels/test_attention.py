@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.kernels.attention.plan import MOST_SPLITS, plan_on_device, split_keys
 from outrider.kernels.attention.reference import paged_attention, planned_attention
-from outrider.kernels.attention.tree_mask import CHAIN, tree_mask, tree_mask_reference
+from outrider.kernels.attention.tree_mask import CHAIN, block_mask, tree_mask, tree_mask_reference
 from outrider.kernels.kv_store.reference import store_kv
 
 BLOCK = 4
@@ -60,9 +60,9 @@ def make_case(shapes: tuple[tuple[int, int], ...], value_dim: int = VALUE_DIM) -
 
 def naive(
     case: dict[str, Any], scale: float, sliding_window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, first_key: int = 0,
+    sinks: Tensor | None = None, first_key: int = 0, block: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """One row and one head at a time, in float64."""
+    """One row and one head at a time, in float64; `block`: whether the rows of blocks see all of theirs."""
     rows = []
     for index, context in enumerate(case["context_lens"]):
         start, end = case["query_starts"][index : index + 2]
@@ -72,6 +72,10 @@ def naive(
         for row in range(start, end):
             position = context - (end - row)
             first = first_key if sliding_window is None else max(first_key, position - sliding_window + 1)
+            if block is not None and sliding_window is not None:
+                first = max(first_key, context - (end - start) - sliding_window + 1)  # back from the first row
+            if block:
+                position = context - 1
             seen = slice(first, position + 1)
             heads = []
             for head in range(HEADS):
@@ -100,6 +104,18 @@ def test_nothing_below_the_first_key_is_seen(options: dict[str, Any], batch_inva
     case = make_case(((1, 2), (1, 130), (5, 9), (3, 135), (36, 37), (20, 60)))
     out = paged_attention(**case, scale=0.4, batch_invariant=batch_invariant, first_key=1, **options)
     torch.testing.assert_close(out, naive(case, 0.4, first_key=1, **options), atol=2e-6, rtol=1e-5)
+
+
+BLOCKS = ((4, 60), (1, 2), (7, 8), (4, 137), (63, 64))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 7}], ids=lambda options: "-".join(options) or "plain")
+def test_rows_of_blocks_see_one_another(options: dict[str, Any], whole: bool) -> None:
+    case = make_case(BLOCKS)
+    tree = block_mask(torch.tensor(case["query_starts"]), case["query_starts"][-1], whole)
+    out = paged_attention(**case, scale=0.4, first_key=1, tree=tree, **options)
+    torch.testing.assert_close(out, naive(case, 0.4, first_key=1, block=whole, **options), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shapes", [((1, 50),), ((4, 50),), ((50, 50),), ((1, 40), (1, 41)), ((2, 9), (2, 9))])
@@ -263,17 +279,24 @@ class Case:
     scales: tuple[Tensor, Tensor] | None = None
 
     def run(
-        self, device: torch.device, split_keys: int = SPLIT, parents: Tensor | None = None, **options: Any
+        self,
+        device: torch.device,
+        split_keys: int = SPLIT,
+        parents: Tensor | None = None,
+        whole: bool | None = None,
+        **options: Any,
     ) -> Tensor:
         """Of the kernels, [rows + padding, heads, value_dim]; with two sequences of padding."""
         starts = torch.tensor([*self.query_starts, self.query_starts[-1], self.query_starts[-1]], dtype=torch.int32)
         lens = torch.tensor([*self.context_lens, 0, 9], dtype=torch.int32)
         tables = torch.nn.functional.pad(self.block_tables, (0, 0, 0, 2))
         longest = max(right - left for left, right in itertools.pairwise(self.query_starts))
+        tree = None if whole is None else block_mask(starts.to(device), len(self.query), whole)
         plan = plan_on_device(
             tables.to(device), starts.to(device), lens.to(device), max_query_len=longest,
             sliding_window=options.pop("sliding_window", None), batch_invariant=options.pop("batch_invariant", False),
             parents=None if parents is None else parents.to(device), first_key=options.pop("first_key", 0),
+            tree=tree,
         )  # fmt: skip
         plan = replace(plan, split_keys=split_keys)
         caches = self.key_cache.to(device), self.value_cache.to(device)
@@ -281,8 +304,10 @@ class Case:
         scales = None if self.scales is None else (self.scales[0].to(device), self.scales[1].to(device))
         return planned_attention(plan, self.query.to(device), *caches, scale=0.2, kv_scales=scales, **options).cpu()
 
-    def expected(self, **options: Any) -> Tensor:
-        """Of the CPU path in float32, [rows, heads, value_dim]."""
+    def expected(self, whole: bool | None = None, **options: Any) -> Tensor:
+        """Of the CPU path in float32, [rows, heads, value_dim]; `whole`: of blocks."""
+        if whole is not None:
+            options["tree"] = block_mask(torch.tensor(self.query_starts), self.query_starts[-1], whole)
         keys, values = self.key_cache.float(), self.value_cache.float()
         query = self.query[: self.query_starts[-1]].float()
         return paged_attention(
@@ -341,6 +366,12 @@ def test_windows(options: dict[str, Any], triton_device: torch.device) -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=lambda options: "-".join(options) or "plain")
 def test_no_key_below_the_first(options: dict[str, Any], triton_device: torch.device) -> None:
     check(poisoned_case(((4, 140), (1, 63), (6, 7), (66, 70))), triton_device, first_key=1, **options)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=lambda options: "-".join(options) or "plain")
+def test_blocks(options: dict[str, Any], whole: bool, triton_device: torch.device) -> None:
+    check(poisoned_case(((8, 140), (1, 2), (7, 9), (20, 70))), triton_device, whole=whole, first_key=1, **options)
 
 
 LONG_FORMS = [pytest.param(options, marks=pytest.mark.slow) for options in TRITON_OPTIONS[:-1]]

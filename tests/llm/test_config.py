@@ -133,8 +133,13 @@ def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]})
     )
     assert method(tmp_path) == "eagle3"
-    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash", "architectures": ["Draft"]}))
-    assert method(tmp_path) == "dflash"
+    for said, expected in (
+        ({"speculators_model_type": "dflash2", "architectures": ["Draft"]}, "dflash"),
+        ({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"]}, "dspark"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert method(tmp_path) == expected
     for read in (SpeculativeConfig.supported, speculation_options):
         with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
             options = read({"method": "qwen3_next_mtp"})
@@ -153,6 +158,10 @@ def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
     assert SpeculativeConfig(method="suffix").num_speculative_tokens == 24
     with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
         SpeculativeConfig(method="eagle", model="x")
+    block = {"model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 8}
+    for said, tokens in (({}, 7), ({"sample_from_anchor": True}, 8), ({"architectures": ["Qwen3DSparkModel"]}, 8)):
+        (tmp_path / "config.json").write_text(json.dumps(block | said))
+        assert (k(None), k(2)) == (tokens, 2)
 
 
 def speculators(proposal_methods: Any, kind: str = "eagle3") -> dict[str, Any]:
@@ -277,10 +286,8 @@ def test_what_vllms_pages_show_is_served(given: dict[str, Any], inferred: str) -
 
 
 def test_a_model_is_refused_by_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(
-        Unsupported, match=r"\['model'\] 'org/model-dflash' is a block diff.*there yet; allowed: draft_m"
-    ):
-        SpeculativeConfig.supported({"model": "org/model-dflash", "num_speculative_tokens": 3})
+    for name in ("dflash", "dspark"):
+        assert SpeculativeConfig(model=f"org/{name}_model", num_speculative_tokens=3).method == name
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator"}))
     assert SpeculativeConfig(model=str(tmp_path)).method == "mlp_speculator"
     named_so = tmp_path / "my-accelerator"
@@ -309,8 +316,8 @@ def test_the_method_may_be_a_list(read: Any) -> None:
 
 def test_every_method_of_a_list_is_checked(tiny_pair: TinyPair) -> None:
     given = {"num_speculative_tokens": 5}
-    with pytest.raises(Unsupported, match="speculative method 'dspark'"):
-        SpeculativeConfig.supported(given | {"method": ["suffix", "dspark"]})
+    with pytest.raises(Unsupported, match="speculative method 'ngram_gpu'"):
+        SpeculativeConfig.supported(given | {"method": ["suffix", "ngram_gpu"]})
     with pytest.raises(ValueError, match="names 'eagle', which drafts beside the target; allowed: that alone"):
         SpeculativeConfig.supported(given | {"method": ["suffix", "eagle"]})
     with pytest.raises(ValueError, match="unknown speculative method 'sufix'"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llm.test_llm import QUIET, ids_of, metrics_of, prompts_of
-from support.heads import LAYOUTS, SHAPES, in_speculators, random_head_of, save_head, save_mimo
+from support.heads import LAYOUTS, METHOD_OF, SHAPES, in_speculators, random_head_of, save_head, save_mimo
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 from outrider.llm import LLM, SamplingParams
@@ -67,7 +67,7 @@ def test_no_token_changes(layout: str, tiny_pair: TinyPair, head_of: Callable[[s
             assert told(made) == plainly
         found = metrics_of(made)
         info = made._backend.engine.verifier.info  # type: ignore[attr-defined]
-    assert [own.name for own in info.methods] == ["eagle3" if layout == "p-eagle" else layout]
+    assert [own.name for own in info.methods] == [METHOD_OF[layout]]
     assert found["num_drafts"].value > 0 and found["num_draft_tokens"].value > found["num_drafts"].value
     assert len(found["num_accepted_tokens_per_pos"].values) == K
     assert sum(found["num_accepted_tokens_per_pos"].values) == found["num_accepted_tokens"].value

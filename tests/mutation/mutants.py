@@ -50,7 +50,8 @@ DRAFT_ADMISSION = "draft_service/outrider/draft_service/admission.py"
 DRAWING = "proposers/outrider/proposers/drawing.py"
 DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
 LOCAL_DRAFTS = "gateway/outrider/gateway/peers/local_drafts.py"
-LOCAL_HEAD = "target_service/outrider/target_service/head_drafter.py"
+HEAD_LINES = "target_service/outrider/target_service/head_lines.py"
+BLOCK_DRAFTS = "target_service/outrider/target_service/block_drafts.py"
 FORCED = "target_service/outrider/target_service/forced.py"
 GATEWAY = "gateway/outrider/gateway/engine.py"
 PHILOX = "kernels/outrider/kernels/random/reference.py"
@@ -367,9 +368,15 @@ MUTANTS = (
     Mutant(DRAWING, "tests/lossless/test_law.py::test_a_draft_of_another_vocabulary",
            "return logits.new_full((len(logits), self.size), -torch.inf)",
            "return logits.new_full((len(logits), self.size), 0.0)"),
-    Mutant(LOCAL_HEAD, "tests/lossless/test_statistics.py::test_tokens_follow_the_targets_law",
-           "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)",
-           "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn[::-1])"),
+    Mutant(HEAD_LINES, "tests/lossless/test_statistics.py::test_tokens_follow_the_targets_law",
+           "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in self.drawn)",
+           "weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in self.drawn[::-1])"),
+    Mutant(BLOCK_DRAFTS, "tests/target_service/test_block_drafts.py::test_where_a_chain_ends_follows_from_what_stands_before",
+           "ends = _unsure(head, guess, chains, rows)",
+           "ends = _unsure(head, guess, replace(chains, before=torch.tensor([one.token_id if one else 0 for one in drawn])), rows)"),
+    Mutant(BLOCK_DRAFTS, "tests/target_service/test_block_drafts.py::test_a_head_that_must_be_right_is",
+           "before = torch.tensor([line.last_id for line in rows], device=device)",
+           "before = torch.tensor([line.target.sequence.tokens[-1] for line in rows], device=device)"),
     Mutant(GATEWAY, "tests/lossless/test_scenarios_stream.py::test_scenario_23_usage_counts_what_was_streamed",
            "self._num_returned += cut.num_ids",
            "self._num_returned += len(commit.ids)"),

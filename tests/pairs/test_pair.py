@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.heads import load_in_turn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -16,7 +17,6 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import PairPaths, pair_path
 from outrider.pairs.expansion import expand_llama, write_expanded
 from outrider.proposers.heads.head import TargetWeights
-from outrider.proposers.heads.loading import load_head
 
 # A part of sched.py, one of the library's files that no training saw.
 HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
@@ -91,7 +91,7 @@ def test_a_head_often_says_what_the_target_says(pair: PairPaths, held_out_ids: t
     found = model(held_out_ids[:, :256], output_hidden_states=True)
     shared = model.get_input_embeddings().weight
     target = TargetWeights(shared, shared, model.config.num_hidden_layers, 1024)
-    head = load_head(pair.head_by(method), target, torch.float32, torch.device("cpu"))
+    head = load_in_turn(pair.head_by(method), target, torch.float32, torch.device("cpu"))
     assert head.name == method and head.most_tokens >= 4
     features = torch.stack([found.hidden_states[layer][0, :-1] for layer in head.taps], dim=1)
     cache = KVCache.allocate(head.layers, 17, torch.float32, "cpu", 16)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from support.heads import load_in_turn
 from torch import Tensor, nn
 
 from outrider.engine.batch import Batch, BatchEntry, build_batch
@@ -106,7 +107,7 @@ def test_medusa(tmp_path: Path, layout: str, num_layers: int) -> None:
         }
         rename |= {f"heads.{h}.{num_layers}.weight": f"lm_heads.{h}.weight" for h in range(HEADS)}
     tensors = {rename[name]: tensor for name, tensor in plain.state_dict().items()}
-    head = load_head(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
+    head = load_in_turn(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
     assert (head.name, head.taps, head.most_tokens) == ("medusa", (2,), HEADS)
     features, tokens = torch.randn(5, 1, HIDDEN), torch.randint(0, VOCAB, (5,))
     for found, expected in zip(drafted(head, features, tokens), plain(features[:, 0]), strict=True):
@@ -119,7 +120,7 @@ def test_medusa_with_the_targets_own_output(tmp_path: Path, stored: bool) -> Non
     config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "original_lm_head": True}
     blocks = {f"blocks.{h}.layers.0.weight": torch.randn(HIDDEN, HIDDEN) for h in range(2)}
     tensors = blocks | ({"lm_heads.0.weight": own.output} if stored else {})
-    head = load_head(saved(tmp_path, config, tensors), own, torch.float32, CPU)
+    head = load_in_turn(saved(tmp_path, config, tensors), own, torch.float32, CPU)
     features = torch.randn(4, 1, HIDDEN)
     for depth, found in enumerate(drafted(head, features, torch.zeros(4, dtype=torch.int64))):
         hidden = features[:, 0] + F.silu(features[:, 0] @ blocks[f"blocks.{depth}.layers.0.weight"].T)
@@ -130,7 +131,7 @@ def test_medusa_with_a_token_map(tmp_path: Path) -> None:
     config = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1, "truncated_vocab_size": 7}
     output, ids = torch.randn(7, HIDDEN), torch.randperm(VOCAB)[:7]
     tensors = {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN), "lm_heads.0.weight": output, "token_map": ids}
-    head = load_head(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
+    head = load_in_turn(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
     features = torch.randn(2, 1, HIDDEN)
     (logits,) = drafted(head, features, torch.zeros(2, dtype=torch.int64))
     assert (logits > -math.inf).sum(1).tolist() == [7, 7]
@@ -187,7 +188,7 @@ def test_mlp_speculator(tmp_path: Path, tied: bool, scaled: bool, prefix: str) -
         "top_k_tokens_per_head": [4, 3, 2],
     }  # fmt: skip
     tensors = {prefix + name: tensor for name, tensor in plain.state_dict().items()}
-    head = load_head(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
+    head = load_in_turn(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
     assert (head.name, head.taps, head.most_tokens) == ("mlp_speculator", (2,), HEADS)
     features, tokens = torch.randn(6, 1, HIDDEN), torch.randint(0, VOCAB, (6,))
     for found, expected in zip(drafted(head, features, tokens), plain(features[:, 0], tokens), strict=True):

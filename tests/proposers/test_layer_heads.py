@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from support.heads import load_in_turn
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, build_batch
@@ -322,7 +323,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_drafts_over_rounds_are_those_written_out(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]()
-    head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
+    head = load_in_turn(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
     assert head.name == name.split(".")[0].split()[0] and head.taps == layout.taps
     cache = KVCache.allocate(head.layers, 9, torch.float32, "cpu", BLOCK)
     text = torch.randint(0, VOCAB, (30,)).tolist()
@@ -348,7 +349,7 @@ def test_drafts_over_rounds_are_those_written_out(name: str, tmp_path: Path) -> 
 def test_a_parallel_head_drafts_all_in_one_pass(name: str, tmp_path: Path) -> None:
     """Beside a sequence that drafts nothing; later rows take the places of the masks."""
     layout = LAYOUTS[name]()
-    head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
+    head = load_in_turn(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
     assert head.mask is not None and head.mask.token_id == 7
     cache = KVCache.allocate(head.layers, 9, torch.float32, "cpu", BLOCK)
     text, features = torch.randint(0, VOCAB, (20,)).tolist(), torch.randn(20, 3, HIDDEN)
@@ -385,7 +386,7 @@ class Drafter:
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
 def test_sequences_are_drafted_side_by_side(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]()
-    head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
+    head = load_in_turn(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
     lengths, tables = (5, 9, 2), ([0, 1, 2], [3, 4, 5], [6, 7, 8])
     texts = [torch.randint(0, VOCAB, (length,)).tolist() for length in lengths]
     features = [torch.randn(length - 1, len(head.taps), HIDDEN) for length in lengths]

@@ -15,11 +15,14 @@ from support.models import save_tiny
 from torch import Tensor
 
 from outrider.engine.loader import LoadedModel
+from outrider.proposers.heads.block import BlockHead
 from outrider.proposers.heads.head import Head, TargetWeights
-from outrider.proposers.heads.loading import load_head
+from outrider.proposers.heads.loading import AnyHead, load_head
 
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
-LAYOUTS = (*METHODS, "p-eagle")
+BLOCKS = ("dflash", "dflash2", "dspark", "dspark-rnn")
+LAYOUTS = (*METHODS, "p-eagle", *BLOCKS)
+METHOD_OF = {layout: layout for layout in LAYOUTS} | {"p-eagle": "eagle3", "dflash2": "dflash", "dspark-rnn": "dspark"}
 
 
 def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
@@ -27,6 +30,18 @@ def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
     modules = hf.get_input_embeddings(), hf.get_output_embeddings()
     embeddings, output = (module.weight.detach().to(loaded.model.device) for module in modules)
     return TargetWeights(embeddings, output, len(loaded.model.layers), loaded.max_model_len)
+
+
+def passes_of(head: AnyHead) -> tuple[str, ...]:
+    """The names of what is given the target's states: the first that drafts, if one does."""
+    return ("fill",) if isinstance(head, BlockHead) else ("first", "fill")
+
+
+def load_in_turn(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> Head:
+    """A head that is no block drafter."""
+    head = load_head(folder, target, dtype, device)
+    assert not isinstance(head, BlockHead)
+    return head
 
 
 def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -39,7 +54,7 @@ def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
     return folder
 
 
-def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: int = 0, scale: float = 0.2) -> Head:
+def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: int = 0, scale: float = 0.2) -> AnyHead:
     """As small as the target."""
     weights = target_weights(hf, loaded)
     config, shapes = SHAPES[method](hf.config)
@@ -86,7 +101,7 @@ def save_mimo(folder: Path, tokenizer_of: Path, **options: Any) -> Path:
     return own
 
 
-def perfect_head(folder: Path, hf: Any, loaded: LoadedModel) -> Head:
+def perfect_head(folder: Path, hf: Any, loaded: LoadedModel) -> AnyHead:
     """EAGLE's for a target of one layer whose last norm has no factors: its state is the token's embedding, its layer
     is the target's, with the norm before it folded into the products, which holds for embeddings of RMS 1."""
     config = hf.config.to_dict() | {"architectures": ["EagleLlamaForCausalLM"]}
@@ -187,7 +202,59 @@ def _mlp_speculator(config: Any) -> tuple[dict[str, Any], Shapes]:
     return {"model_type": "mlp_speculator"} | sizes, shapes
 
 
+BLOCK_ROWS, CANDIDATES, RANK = 6, 5, 8
+
+
+def _dflash(config: Any) -> tuple[dict[str, Any], Shapes]:
+    """Two layers, of which the first sees a few tokens alone, in z-lab's layout."""
+    hidden, dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+    shapes: Shapes = {"fc.weight": (hidden, 2 * hidden)} | {
+        f"{name}.weight": (hidden,) for name in ("norm", "hidden_norm")
+    }
+    for index in range(2):
+        shapes |= _layer(config, f"layers.{index}.", hidden, ("input_layernorm",))
+        shapes |= {f"layers.{index}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+    own = {"target_layer_ids": [0, config.num_hidden_layers - 1], "mask_token_id": 1}
+    fields = _llama(config) | {"model_type": "qwen3", "num_hidden_layers": 2, "block_size": BLOCK_ROWS, "head_dim": dim}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
+    return fields | kinds | {"architectures": ["DFlashDraftModel"], "dflash_config": own}, shapes
+
+
+def _dflash2(config: Any) -> tuple[dict[str, Any], Shapes]:
+    """With convolutions of two rows and groups of four channels."""
+    (fields, shapes), hidden = _dflash(config), config.hidden_size
+    for index in range(2):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{index}.{name}.base_kernel"] = (2, 2, hidden)
+            shapes[f"layers.{index}.{name}.kernel_projection.weight"] = (hidden, hidden)
+    shapes["candidate_selector.hidden_projection.weight"] = (RANK, hidden)
+    for side in ("predecessor", "successor"):
+        shapes[f"candidate_selector.{side}_codebook"] = (config.vocab_size, RANK)
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": CANDIDATES}
+    own = fields["dflash_config"] | sizes
+    return fields | {"architectures": ["DFlash2DraftModel"], "dflash_config": own}, shapes
+
+
+def _dspark(config: Any) -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = _dflash(config)
+    shapes |= {f"markov_head.markov_w{side}.weight": (config.vocab_size, RANK) for side in (1, 2)}
+    shapes |= {"confidence_head.proj.weight": (1, config.hidden_size + RANK), "confidence_head.proj.bias": (1,)}
+    markov = {"markov_rank": RANK, "markov_head_type": "vanilla", "confidence_head_with_markov": True}
+    return fields | {"architectures": ["Qwen3DSparkModel"], **markov}, shapes
+
+
+def _dspark_rnn(config: Any) -> tuple[dict[str, Any], Shapes]:
+    fields, shapes = _dspark(config)
+    shapes["markov_head.joint_proj.weight"] = (3 * RANK, 2 * RANK + config.hidden_size)
+    shapes["markov_head.joint_proj.bias"] = (3 * RANK,)
+    return fields | {"markov_head_type": "rnn"}, shapes
+
+
 SHAPES = {
+    "dflash": _dflash,
+    "dflash2": _dflash2,
+    "dspark": _dspark,
+    "dspark-rnn": _dspark_rnn,
     "eagle": _eagle,
     "eagle3": _eagle3,
     "p-eagle": _p_eagle,

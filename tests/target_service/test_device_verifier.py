@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, checkpoint, gpu, on_host
 from support.engines import BLOCK, COUPLED, GRAMMAR_EOS, REJECTION, VOCAB, TargetHarness, grammars_at_once, opened
-from support.heads import random_head
+from support.heads import METHOD_OF, random_head
 from support.kernels import interpreter
 from support.models import SMALLEST, ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
@@ -183,7 +183,10 @@ HEAD_REQUESTS = {"greedy": PLAIN["greedy"], "coupled": PLAIN["coupled"], "block"
 
 @pytest.mark.parametrize(
     "layout",
-    ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp_speculator", "medusa", "p-eagle"))],
+    [
+        "eagle3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp_speculator", "medusa", "p-eagle", "dspark")),
+    ],
 )
 def test_a_head_drafts_on_the_device_what_it_drafts_on_the_host(
     gpu: PretendedDevice | None, layout: str, tmp_path: Path
@@ -197,10 +200,7 @@ def test_a_head_drafts_on_the_device_what_it_drafts_on_the_host(
         harness = TargetHarness.of(loaded, head=random_head(layout, tmp_path, hf, loaded))
         if device == "cuda":
             harness.capture(LIMITS)
-        requests = [
-            replace(request, method="eagle3" if layout == "p-eagle" else layout)
-            for request in requests_of(HEAD_REQUESTS)
-        ]
+        requests = [replace(request, method=METHOD_OF[layout]) for request in requests_of(HEAD_REQUESTS)]
         for request in requests:
             harness.send(request, Credit(request.sequence_id, 1 << 20, 1))
         harness.run()

@@ -25,6 +25,7 @@ from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.quantized.rounding import Rounding
 from outrider.engine.token_tree import TokenTree
 from outrider.kernels.cpu.decoder import Kind
+from outrider.proposers.heads.loading import drafts_in_one_pass
 from outrider.rpc.messages import Adapter, Credit, Open
 
 ROUNDINGS: tuple[Rounding, ...] = ("int8", "int4")
@@ -97,7 +98,8 @@ def test_a_head_changes_no_token(
     """Beside other sequences, with adapters and none, in chunks and after a preemption."""
     both = models(rounding)
     head = random_head(layout, tmp_path, both.hf, both.packed)
-    tree = TREE if shape == "trees" and head.mask is None else None  # what drafts in one pass drafts chains alone
+    takes_trees = not drafts_in_one_pass(head)
+    tree = TREE if shape == "trees" and takes_trees else None
     requests = requests_of(SAMPLINGS[sampling], head.name)
     harness = harness_of(both.packed, adapters, head=head, tree=tree, **SMALL)
     for request in requests:

@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, TargetHarness, grammars_at_once, opened, slow_masks, tiny_model
-from support.heads import LAYOUTS, METHODS, perfect_head, random_head
+from support.heads import BLOCKS, LAYOUTS, METHODS, passes_of, perfect_head, random_head
 from support.models import ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel
 from outrider.engine.token_tree import TokenTree, path_to
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.layer import LayerHead
+from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.rpc.words.structured import StructuredOutput
-from outrider.target_service import head_drafter
+from outrider.target_service.boot import expect_confidence
 from outrider.target_service.draft_buffer import ChainBuffer, Window
 from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.head_lines import HeadLine
 from outrider.target_service.outputs import ComputedStep
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
@@ -36,12 +39,12 @@ def models() -> tuple[Any, LoadedModel]:
 
 
 @pytest.fixture(params=LAYOUTS)
-def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> AnyHead:
     return random_head(request.param, tmp_path, *models)
 
 
 @pytest.fixture(params=METHODS)
-def grower(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+def grower(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> AnyHead:
     """One that drafts trees."""
     return random_head(request.param, tmp_path, *models)
 
@@ -50,13 +53,13 @@ def prompt_of(seed: int, length: int = 20) -> list[int]:
     return random.Random(seed).choices(range(3, VOCAB), k=length)
 
 
-def asked(number: int, prompt: list[int], head: Head, **sampling: Any) -> Open:
+def asked(number: int, prompt: list[int], head: AnyHead, **sampling: Any) -> Open:
     return opened(number, prompt, method=head.name, **sampling)
 
 
 @pytest.mark.parametrize("k", [1, 4, 8, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 5, 6, 7))])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
-def test_output_is_the_targets_own(models: Any, head: Head, k: int, sampling: dict[str, Any]) -> None:
+def test_output_is_the_targets_own(models: Any, head: AnyHead, k: int, sampling: dict[str, Any]) -> None:
     loaded, prompt = models[1], prompt_of(k, 13 + k)
     options = {"max_tokens": 40, "seed": 77, **sampling}
     plain = TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, **options))
@@ -76,7 +79,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_drafts_follow_the_processors(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_follow_the_processors(models: Any, head: AnyHead, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = models[1]
     options = [sampling | processors for sampling in ({}, SAMPLED) for processors in PROCESSED.values()]
     requests = [
@@ -103,7 +106,7 @@ def test_drafts_follow_the_processors(models: Any, head: Head, monkeypatch: pyte
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
 def test_drafts_follow_a_constraint(
-    models: Any, head: Head, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    models: Any, head: AnyHead, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digits = StructuredOutput(regex="[0-9]{30}")
     request = asked(1, prompt_of(3), head, max_tokens=20, seed=5, structured_output=digits, **sampling)
@@ -126,7 +129,7 @@ def test_drafts_follow_a_constraint(
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
 def test_a_slow_mask_holds_the_step_up_once(
-    models: Any, head: Head, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    models: Any, head: AnyHead, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digits = StructuredOutput(regex="[0-9]{30}")
     request = asked(1, prompt_of(3), head, max_tokens=20, seed=5, structured_output=digits, **sampling)
@@ -159,7 +162,7 @@ TREE = TokenTree.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0
     [{}, SAMPLED, {**SAMPLED, "temperature": 0.7, "repetition_penalty": 1.4}],
     ids=["greedy", "coupled", "p"],
 )
-def test_trees_leave_the_targets_own_output(models: Any, grower: Head, k: int, sampling: dict[str, Any]) -> None:
+def test_trees_leave_the_targets_own_output(models: Any, grower: AnyHead, k: int, sampling: dict[str, Any]) -> None:
     loaded, prompt, tree = models[1], prompt_of(k, 13 + k), TREE
     options = {"max_tokens": 40, "seed": 78, **sampling}
     plain = TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, **options))
@@ -171,7 +174,7 @@ def test_trees_leave_the_targets_own_output(models: Any, grower: Head, k: int, s
     assert drafted[0] == 0 and max(drafted) == min(k, len(tree)) and all(drafted[1:-1])
 
 
-def test_nodes_are_the_likeliest_tokens_of_their_paths(models: Any, grower: Head) -> None:
+def test_nodes_are_the_likeliest_tokens_of_their_paths(models: Any, grower: AnyHead) -> None:
     """A tree's first path is the chain, and no two nodes are the same."""
     loaded, prompt = models[1], prompt_of(5)
 
@@ -207,7 +210,7 @@ def test_a_tree_that_cannot_be_drafted_is_refused(models: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("acceptance", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
 def test_chains_of_blocks_have_random_words_of_their_own(
-    models: Any, head: Head, acceptance: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
+    models: Any, head: AnyHead, acceptance: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And weights, but where drafts shall be one-hot. The numbers of chains go on where another target's end."""
     draws: dict[int, set[int]] = {}  # by chain
@@ -239,10 +242,10 @@ def test_chains_of_blocks_have_random_words_of_their_own(
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
 def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(
-    models: Any, head: Head, tree: TokenTree | None
+    models: Any, head: AnyHead, tree: TokenTree | None
 ) -> None:
     loaded = models[1]
-    if head.mask is not None:
+    if drafts_in_one_pass(head):
         tree = None  # it drafts chains alone
     requests = [
         asked(n, prompt_of(n % 3, 5 + 5 * n), head, max_tokens=20, temperature=float(n % 2), acceptance=COUPLED, seed=n)
@@ -263,24 +266,27 @@ def partialmethod_of(watched: Any, passing: Any) -> Any:
     return lambda self, *given: watched(passing, self, *given)
 
 
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in BLOCKS])
 def test_where_nothing_is_drafted_a_head_keeps_what_it_would_have(
-    models: Any, head: Head, monkeypatch: pytest.MonkeyPatch
+    models: Any, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding plainly takes a pass a block of the cache, of what rows behind will look at alone."""
-    first, caches, drafts = type(head).first, [], []
+    head = random_head(layout, tmp_path, *models)
+    kind: Any = type(head)
+    first, caches, drafts = kind.first, [], []
 
     def counted(*given: Any) -> Any:
         drafts.append(given)
         return first(*given)
 
-    monkeypatch.setattr(type(head), "first", counted)
+    monkeypatch.setattr(kind, "first", counted)
     for _ in range(2):
         harness = TargetHarness.of(models[1], head=head)
         harness.decode_plain(1, opened(1, prompt_of(1, 20), max_tokens=70))
         (cache,) = [part._cache for part in harness.engine.parts if isinstance(part, HeadDrafter)]
         caches.append([*cache.keys, *cache.values])
         assert len(drafts) == (5 if head.layers and len(caches) == 2 else 0)  # the prompt, and the ends of four blocks
-        monkeypatch.setattr(type(head), "fill", counted)
+        monkeypatch.setattr(kind, "fill", counted)
     for filled, passed in zip(*caches, strict=True):
         torch.testing.assert_close(filled, passed, atol=1e-5, rtol=1e-5)
         assert filled.abs().sum() > 0
@@ -288,30 +294,30 @@ def test_where_nothing_is_drafted_a_head_keeps_what_it_would_have(
 
 @pytest.mark.parametrize("tree", [None, TokenTree.of([(0,), (1,), (2,)])], ids=["chains", "trees"])
 def test_rows_have_the_states_before_their_tokens(
-    models: Any, head: Head, tree: TokenTree | None, monkeypatch: pytest.MonkeyPatch
+    models: Any, head: AnyHead, tree: TokenTree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a chunk or a found block ends; every token but the first has its row, whoever computed it."""
-    if head.mask is not None:
+    if drafts_in_one_pass(head):
         tree = None  # it drafts chains alone
     hf, loaded = models
     texts = {n: [*prompt_of(8, 33), *prompt_of(n, 1 + 9 * n)] for n in range(3)}
     seen: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []  # text, places, tokens and features
 
-    def watched(passing: Any, self: Head, batch: Batch, features: torch.Tensor, cache: KVCache) -> Any:
+    def watched(passing: Any, self: AnyHead, batch: Batch, features: torch.Tensor, cache: KVCache) -> Any:
         (target,) = harness.engine.scheduler.sequences.values()
         text = list(target.sequence.tokens)
         places = batch.positions.tolist() if self.layers else [len(text) - 1]
         seen.append((text, places, batch.token_ids.tolist(), features.clone()))
         return passing(self, batch, features, cache)
 
-    for name in ("first", "fill"):
+    for name in passes_of(head):
         monkeypatch.setattr(type(head), name, partialmethod_of(watched, getattr(type(head), name)))
     harness = TargetHarness.of(loaded, max_rows=13, head=head, tree=tree)
     for number, prompt in texts.items():
         harness.send(asked(number, prompt, head, max_tokens=24), Credit(number, 1 << 20, 3))
         harness.run()
         for text, places, tokens, features in seen:
-            if head.mask is not None:
+            if not isinstance(head, BlockHead) and head.mask is not None:
                 masked = [place >= len(text) for place in places]
                 assert {token for token, is_mask in zip(tokens, masked, strict=True) if is_mask} <= {head.mask.token_id}
                 assert (features[torch.tensor(masked)] == head.mask.features).all()
@@ -332,7 +338,7 @@ def test_rows_have_the_states_before_their_tokens(
 def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that draft so many tokens each, in one pass."""
     head = random_head("p-eagle", tmp_path, *models)
-    first, piece_of = type(head).first, head_drafter._piece
+    first, piece_of = LayerHead.first, HeadLine.piece
     rows: list[int] = []
     drafted: list[int] = []
 
@@ -345,8 +351,8 @@ def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, m
         drafted.extend(piece_of(line).ids)
         return piece_of(line)
 
-    monkeypatch.setattr(type(head), "first", watched_first)
-    monkeypatch.setattr(head_drafter, "_piece", watched_piece)
+    monkeypatch.setattr(LayerHead, "first", watched_first)
+    monkeypatch.setattr(HeadLine, "piece", watched_piece)
     harness = TargetHarness.of(models[1], head=head)
     for number, k in ((1, 2), (2, 5), (3, 1)):
         harness.send(asked(number, prompt_of(number), head, max_tokens=16), Credit(number, 1 << 20, k))
@@ -361,7 +367,7 @@ def _unmasked(
     return [places[row] for row in known], [tokens[row] for row in known], features[known]
 
 
-def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models: Any, head: Head) -> None:
+def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models: Any, head: AnyHead) -> None:
     harness = TargetHarness.of(models[1], head=head)
     harness.send(asked(1, prompt_of(1), head, max_tokens=9), Credit(1, 1 << 20, 0))
     harness.send(opened(2, prompt_of(2), max_tokens=9), Credit(2, 1 << 20, 4))
@@ -369,14 +375,42 @@ def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models
     assert {origin for n in (1, 2) for c in harness.commits(n) for origin in c.origins} == {TokenOrigin.PLAIN}
 
 
-def test_a_head_that_fails_costs_its_drafts_alone(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, {"temperature": 1.0, "acceptance": AcceptanceRule.BLOCK}])
+def test_a_chain_ends_before_a_token_of_too_little_confidence(
+    models: Any, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    """But for blocks, which are judged whole."""
+    head = random_head("dspark", tmp_path, *models)
+    request = asked(1, prompt_of(4), head, max_tokens=40, seed=3, **sampling)
+    lengths = []
+    for least in (0.0, 0.48, 1.0):
+        expect_confidence(head, least)
+        harness = TargetHarness.of(models[1], head=head)
+        harness.send(request, Credit(1, 1 << 20, 5))
+        harness.run()
+        lengths.append([commit.num_drafted for commit in harness.commits(1)])
+        if "acceptance" not in sampling or sampling["acceptance"] == COUPLED:
+            assert harness.output(1) == TargetHarness.of(models[1]).decode_plain(1, request)
+    whole, some, none = lengths
+    if sampling.get("acceptance") == AcceptanceRule.BLOCK:
+        assert max(none) == max(whole) == 5
+    else:
+        assert max(none) == 0 and len(set(some)) > 2 and sum(some) < sum(whole)
+
+
+def test_confidence_is_asked_of_a_head_that_tells_it(models: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"head_confidence: is 0.5; allowed: 0, since this eagle head tells no conf"):
+        expect_confidence(random_head("eagle", tmp_path, *models), 0.5)
+
+
+def test_a_head_that_fails_costs_its_drafts_alone(models: Any, head: AnyHead, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(4)
     plain = TargetHarness.of(models[1]).decode_plain(1, opened(1, prompt, max_tokens=12))
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(type(head), "first", broken)
+    monkeypatch.setattr(type(head), passes_of(head)[0], broken)
     harness = TargetHarness.of(models[1], head=head)
     harness.send(asked(1, prompt, head, max_tokens=12), Credit(1, 1 << 20, 3))
     harness.run()

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from support.engines import COUPLED, VOCAB, TargetHarness, opened, speculate, tiny_model
-from support.heads import random_head
+from support.heads import passes_of, random_head
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.loading import AnyHead
 from outrider.rpc.messages import Close, Credit, Open
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.sequence import TargetSequence
 
-LAYERS = ("eagle3", "p-eagle", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "mtp")))
+LAYERS = ("eagle3", "p-eagle", "dflash", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "mtp")))
 FAR = 1 << 20
 
 
@@ -32,7 +32,7 @@ def models() -> tuple[Any, LoadedModel]:
 
 
 @pytest.fixture(params=LAYERS)
-def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> AnyHead:
     return random_head(request.param, tmp_path, *models)
 
 
@@ -43,7 +43,7 @@ def prompt_of(seed: int, length: int = 20) -> list[int]:
 class Checked:
     """An engine that is looked at after every few steps."""
 
-    def __init__(self, models: tuple[Any, LoadedModel], head: Head, every: int = 3, **options: Any) -> None:
+    def __init__(self, models: tuple[Any, LoadedModel], head: AnyHead, every: int = 3, **options: Any) -> None:
         self.hf, self.head, self.every = models[0], head, every
         self.harness = TargetHarness.of(models[1], head=head, **options)
         self.num_checked = 0
@@ -72,7 +72,7 @@ class Checked:
             features = torch.stack([states[layer][0, : end - 1] for layer in self.head.taps], dim=1)
             table = list(range(-(-end // BLOCK_SIZE)))
             anew = KVCache.allocate(self.head.layers, len(table), torch.float32, "cpu")
-            self.head.first(build_batch([BatchEntry(text[1:], 1, table, 1)], BLOCK_SIZE, "cpu"), features, anew)
+            self.head.fill(build_batch([BatchEntry(text[1:], 1, table, 1)], BLOCK_SIZE, "cpu"), features, anew)
         local = self.harness.engine.parts[-1]
         assert isinstance(local, HeadDrafter)
         for found, expected in zip((*local._cache.keys, *local._cache.values), (*anew.keys, *anew.values), strict=True):
@@ -81,7 +81,7 @@ class Checked:
         self.num_checked += 1
 
 
-def asked(number: int, prompt: list[int], head: Head, **sampling: Any) -> Open:
+def asked(number: int, prompt: list[int], head: AnyHead, **sampling: Any) -> Open:
     return opened(number, prompt, method=head.name, **sampling)
 
 
@@ -90,7 +90,7 @@ def alone(loaded: LoadedModel, request: Open) -> list[int]:
 
 
 @pytest.mark.parametrize("num_blocks", [64, 15])
-def test_chunks_preemption_and_prefixes(models: Any, head: Head, num_blocks: int) -> None:
+def test_chunks_preemption_and_prefixes(models: Any, head: AnyHead, num_blocks: int) -> None:
     """Cold, then warm; with few blocks sequences give theirs up, and a head finds none for a row."""
     loaded = models[1]
     checked = Checked(models, head, num_blocks=num_blocks, max_rows=24)
@@ -110,7 +110,7 @@ def test_chunks_preemption_and_prefixes(models: Any, head: Head, num_blocks: int
 
 
 @pytest.mark.parametrize("length", [16, 17, 31, 40])
-def test_forks(models: Any, head: Head, length: int) -> None:
+def test_forks(models: Any, head: AnyHead, length: int) -> None:
     """Of a prompt that ends at a block's end, behind it, before it and in the middle of one."""
     checked = Checked(models, head, every=1)
     first = asked(1, prompt_of(2, length), head, max_tokens=20, temperature=1.0, acceptance=COUPLED, seed=3)
@@ -130,7 +130,7 @@ def test_forks(models: Any, head: Head, length: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_a_block_that_the_head_has_to_wait_for(models: Any, head: Head, k: int) -> None:
+def test_a_block_that_the_head_has_to_wait_for(models: Any, head: AnyHead, k: int) -> None:
     """No block is free where the row behind a block's end is due; the target's next step takes another's."""
     checked = Checked(models, head, every=1, num_blocks=4)
     checked.harness.send(asked(1, prompt_of(1, 20), head, max_tokens=9), Credit(1, 21, 0))
@@ -141,7 +141,7 @@ def test_a_block_that_the_head_has_to_wait_for(models: Any, head: Head, k: int) 
     assert checked.harness.engine.scheduler.num_preempted == 1 and checked.num_checked > 4
 
 
-def test_windows_that_are_cut(models: Any, head: Head) -> None:
+def test_windows_that_are_cut(models: Any, head: AnyHead) -> None:
     """What a cut leaves of a chain is the next window, for which nothing was drafted: its time is told once."""
     loaded, checked = models[1], Checked(models, head)
     checked.harness.engine.scheduler.goodput = Goodput(((1, 100), (4, 1_000), (64, 64_000)))
@@ -172,7 +172,7 @@ def test_a_head_whose_numbers_are_none_drafts_nothing(models: Any, layout: str, 
     assert {commit.num_drafted for commit in harness.commits(1)} == {0}
 
 
-def test_others_in_the_step(models: Any, head: Head) -> None:
+def test_others_in_the_step(models: Any, head: AnyHead) -> None:
     """One of another method, one without credit for windows, one that a draft elsewhere drafts for."""
     loaded, checked = models[1], Checked(models, head)
     requests = {
@@ -189,7 +189,7 @@ def test_others_in_the_step(models: Any, head: Head) -> None:
     assert piece == alone(loaded, opened(4, prompt_of(1), max_tokens=9))
 
 
-def test_credit_that_ends_and_comes_back(models: Any, head: Head) -> None:
+def test_credit_that_ends_and_comes_back(models: Any, head: AnyHead) -> None:
     """Of tokens, and of windows: what stands still goes on; what is off is not drafted for, and its rows are kept."""
     loaded, checked, prompt = models[1], Checked(models, head, every=1), prompt_of(5, 30)
     checked.harness.send(asked(1, prompt, head, max_tokens=40))
@@ -204,7 +204,7 @@ def test_credit_that_ends_and_comes_back(models: Any, head: Head) -> None:
     assert max(windows[-1]) > 4
 
 
-def test_plain_tokens_wait_for_the_end_of_their_block(models: Any, head: Head) -> None:
+def test_plain_tokens_wait_for_the_end_of_their_block(models: Any, head: AnyHead) -> None:
     """Off costs next to nothing, and what is drafted afterwards is what it would have been."""
     loaded, prompt, request = models[1], prompt_of(6, 20), {"max_tokens": 60}
     checked = Checked(models, head, every=1)
@@ -224,7 +224,7 @@ def test_plain_tokens_wait_for_the_end_of_their_block(models: Any, head: Head) -
     assert max(drafted) == 3
 
 
-def test_failover_to_another_target(models: Any, head: Head) -> None:
+def test_failover_to_another_target(models: Any, head: AnyHead) -> None:
     """What was generated elsewhere is computed here, and drafted for from then on, under other numbers of chains."""
     loaded, prompt = models[1], prompt_of(7, 20)
     options = {"max_tokens": 30, "temperature": 1.0, "acceptance": COUPLED, "seed": 4}
@@ -238,17 +238,18 @@ def test_failover_to_another_target(models: Any, head: Head) -> None:
         assert all(commit.num_drafted for commit in checked.harness.commits(1)[1:-1])
 
 
-def test_a_head_that_fails_once_goes_on(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_fails_once_goes_on(models: Any, head: AnyHead, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, prompt = models[1], prompt_of(4)
-    first, calls = type(head).first, [0]
+    name, calls = passes_of(head)[0], [0]
+    first = getattr(type(head), name)
 
-    def flaky(self: Head, *arguments: Any) -> Any:
+    def flaky(self: AnyHead, *arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == 3:
             raise RuntimeError("out of luck")
         return first(self, *arguments)
 
-    monkeypatch.setattr(type(head), "first", flaky)
+    monkeypatch.setattr(type(head), name, flaky)
     harness = TargetHarness.of(loaded, head=head)
     harness.send(asked(1, prompt, head, max_tokens=12), Credit(1, FAR, 1))
     harness.run()

@@ -22,8 +22,8 @@ from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.pairs.expansion import expand_llama
-from outrider.proposers.heads.head import Head
-from outrider.proposers.heads.loading import load_head
+from outrider.proposers.heads.block import MASK, BlockChains, BlockHead
+from outrider.proposers.heads.loading import AnyHead, load_head
 from outrider.rpc.messages import Credit
 from outrider.training import heads
 from outrider.training.course import CoursePlan
@@ -52,18 +52,24 @@ def plan_of(method: HeadMethod, target: Path, corpus: Path, out: Path, **options
     return HeadPlan(method=method, target=target, corpus=corpus, out=out, **{"steps": 5, "course": COURSE, **options})
 
 
-def exported(folder: Path, target: Path) -> tuple[Head, LoadedModel]:
+def exported(folder: Path, target: Path) -> tuple[AnyHead, LoadedModel]:
     loaded = load_model(target)
     weights = HeadTarget.read(target, loaded).weights
     return load_head(folder, weights, torch.float32, torch.device("cpu")), loaded
 
 
-def drafted(head: Head, ids: Sequence[int], features: Tensor, end: int, num_tokens: int) -> Tensor:
+def drafted(head: AnyHead, ids: Sequence[int], features: Tensor, end: int, num_tokens: int) -> Tensor:
     """[tokens, vocabulary]: what it gives after the place `end` when it drafts the text itself; features: [length,
     taps, hidden]."""
     blocks = range(len(ids) // 16 + 1)
     cache = KVCache.allocate(head.layers, len(blocks), torch.float32, "cpu", 16)
     rows = BatchEntry(ids[1 : end + 1], 1, blocks, 1)
+    if isinstance(head, BlockHead):
+        head.fill(build_batch([rows], 16), features[:end], cache)
+        block = BatchEntry([ids[end], *[MASK] * (head.rows - 1)], end + 1, blocks, head.most_tokens)
+        guess = head.draft(build_batch([block], 16), cache)
+        before = torch.tensor(ids[end : end + num_tokens])
+        return head.at(guess, BlockChains(torch.arange(num_tokens), before, None, lambda logits: logits))[0]
     logits, state = head.first(build_batch([rows], 16), features[:end], cache)
     found = [logits]
     for depth in range(1, num_tokens):
@@ -142,7 +148,11 @@ def test_a_run_goes_on_and_leaves_a_head_that_drafts(
     plan, losses = plan_of(method, target, corpus, tmp_path / "whole"), list[float]()
     (measured,) = make_head(plan, lambda step, loss: losses.append(loss))
     assert len(losses) == 5 and not plan.work.exists()
-    assert len(measured.greedy) == len(measured.sampled) == (4 if method in ("medusa", "mlp") else 8)
+    assert (
+        len(measured.greedy)
+        == len(measured.sampled)
+        == {"medusa": 4, "mlp": 4, "dflash": 7, "dspark": 7}.get(method, 8)
+    )
     assert all(0 <= share <= 1 for share in (*measured.greedy, *measured.sampled))
 
     cut, seen = replace(plan, out=tmp_path / "cut"), list[float]()
@@ -181,7 +191,9 @@ def test_a_longer_run_learns(target: Path, corpus: Path, tmp_path: Path, method:
     assert sum(losses[-4:]) < sum(losses[:4]) - LEARNT[method]
 
 
-LEARNT: dict[HeadMethod, float] = {"eagle3": 0.8, "medusa": 0.04, "mlp": 0.2, "mtp": 0.2}  # over four steps
+LEARNT: dict[HeadMethod, float] = {  # over four steps
+    "eagle3": 0.8, "medusa": 0.04, "mlp": 0.2, "mtp": 0.2, "dflash": 0.2, "dspark": 0.2
+}  # fmt: skip
 
 
 def test_the_likeliest_tokens() -> None:

@@ -33,9 +33,7 @@ class CheckPairSettings(ServiceSettings):
 
     target: Path = Field(description="folder of the target's checkpoint, or a hub id: ORG/NAME")
     draft: Path | None = Field(None, description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
-    head: Path | None = Field(
-        None, description="folder of a head's, instead: EAGLE, EAGLE-3, MTP, MLP speculator or Medusa beside the target"
-    )
+    head: Path | None = Field(None, description="folder of a head's, instead, that drafts beside the target")
     text: Path | None = Field(None, description="text file to compare the models on; absent: they are not loaded")
     draft_quantization: Literal["int8", "int4"] | None = Field(
         None, description="round the draft's weights to 8 or 4 bits, as outrider draft --quantization does"

@@ -12,7 +12,7 @@ import torch
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.rpc.messages import Commit, Credit, Open, TargetEvent
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
@@ -30,7 +30,7 @@ TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 class HeadAgreement:
     """The head, and what came of its drafts by the temperature's name."""
 
-    head: Head
+    head: AnyHead
     num_places: int = 0
     tallies: dict[str, SpeculationTally] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)  # in rounds that had a draft
@@ -92,7 +92,7 @@ def _rounds(
 def describe_head(found: HeadAgreement) -> list[str]:
     """What the head is and what became of its drafts, a line each."""
     head = found.head
-    how = "all in one pass" if head.mask is not None else "one after the other"
+    how = "all in one pass" if drafts_in_one_pass(head) else "one after the other"
     lines = [
         f"head          {head.name}, from layers {', '.join(map(str, head.taps))} of the target; "
         f"it drafts {how}, at most {head.most_tokens}"

@@ -31,9 +31,11 @@ from outrider.llm.validation import (
     require_fixed,
 )
 from outrider.proposers.registry import (
+    BLOCKS,
     CHOICES,
     HEADS,
     METHODS,
+    block_tokens,
     drafts_at_once,
     head_of,
     is_class,
@@ -57,8 +59,6 @@ class VllmMethod(NamedTuple):
 MISSING = {
     "ngram_gpu": VllmMethod("n-gram lookup on a GPU; 'ngram' proposes the same way", needs_model=False),
     "extract_hidden_states": VllmMethod("an export of hidden states, which drafts nothing", needs_model=False),
-    "dflash": VllmMethod("a block diffusion head, which reads the target's hidden states"),
-    "dspark": VllmMethod("a head that reads the target's hidden states"),
 }
 WORDS = {  # in the names of checkpoints, in the order in which they are looked for
     "eagle3": "eagle3",
@@ -67,6 +67,7 @@ WORDS = {  # in the names of checkpoints, in the order in which they are looked 
     "eagle-": "eagle",
     "-accelerator": "mlp_speculator",
     "dflash": "dflash",
+    "dspark": "dspark",
 }
 CUSTOM_CLASS = "custom_class"  # `model` then names the class
 MTP = "mtp"  # without `model` it is of the target's own checkpoint
@@ -96,7 +97,7 @@ REFUSED: Fixed = {
     "moe_backend": ((None,), ONE_BACKEND),
     "attention_backend": ((None,), ONE_BACKEND),
     "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype"),
-    "dspark_draft_topk": ((None,), "dspark is not there"),
+    "dspark_draft_topk": ((None,), "a dspark head scores the whole vocabulary"),
     "xpress_topc": ((None,), "xpress is not there"),
     "index_share_for_mtp_iteration": ((None,), "no attention here shares an index"),
 }
@@ -142,8 +143,6 @@ def method_of_model(model: str | Path) -> str:
     config = _checkpoint(model)
     if head := head_of(config):
         return head
-    if (said := config.get("speculators_model_type")) in MISSING:
-        return str(said)
     for word, name in WORDS.items():
         said_by_config = config.get("model_type") and name == "mlp_speculator"
         if word in Path(model).name.lower() and not said_by_config:
@@ -360,7 +359,7 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
         method = method or method_of_model(str(self.model))
         if self.parallel_drafting:
             names = split_methods(method)
-            if method in ("eagle", "eagle3"):
+            if method in ("eagle", "eagle3", *BLOCKS):
                 return method
             if not {"draft_model", "pard"}.intersection(names):
                 raise ValueError(f"parallel_drafting is for draft models, not for method {method!r}")
@@ -386,7 +385,7 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
             if k is not None and k > n_predict and k % n_predict:
                 raise ValueError(f"num_speculative_tokens={k} must be divisible by the draft's n_predict={n_predict}")
             k = k or n_predict
-        k = k or _proposed_tokens(said)
+        k = k or _proposed_tokens(said) or block_tokens(said)
         is_to_come = self.method in (MTP, "mlp_speculator")  # whose checkpoints say it
         if k is None and not is_to_come and not (self.head and is_hub_id(str(self.model))):
             raise ValueError(NO_K)

@@ -19,7 +19,7 @@ from outrider.llm.engine_choice import VLLM, vllms_own
 from outrider.llm.service_settings import draft_settings
 from outrider.llm.services import LocalDraft, LocalVerifier
 from outrider.proposers.base import TokenProposer
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.proposers.registry import make_proposer, method_of, needs_model
 from outrider.rpc.pair import check_pair
 from outrider.rpc.words.request import SpeculationOptions, options_for_draft
@@ -45,7 +45,7 @@ class PlainDecoding:
         """Arguments of vLLM's engine, which then drafts so itself."""
         return {}
 
-    def load_head(self, settings: TargetSettings, target: LoadedModel) -> Head | None:
+    def load_head(self, settings: TargetSettings, target: LoadedModel) -> AnyHead | None:
         """What drafts beside the target's layers. Raises ValueError for another head than the one that was named."""
         return None
 
@@ -117,19 +117,20 @@ class HeadDraft(Speculation):
 
     def of_target(self) -> dict[str, Any]:
         tree = None if self._speculation.tree is None else self._speculation.speculative_token_tree
-        return {"head": self._speculation.model, "speculative_token_tree": tree}
+        least = self._speculation.draft_confidence
+        return {"head": self._speculation.model, "speculative_token_tree": tree, "head_confidence": least}
 
     def of_vllm(self) -> dict[str, Any]:
         return {engine_of(VLLM).SPECULATIVE: vllms_own(self._speculation)}
 
-    def load_head(self, settings: TargetSettings, target: LoadedModel) -> Head | None:
+    def load_head(self, settings: TargetSettings, target: LoadedModel) -> AnyHead | None:
         head, wanted = load_head(settings, target), self._speculation
         if head is not None and head.name != wanted.head:
             raise ValueError(
                 f"speculative_config['method'] is {wanted.head!r}, and {settings.head} holds a head of method "
                 f"{head.name!r}; allowed: that one, or none"
             )
-        if head is not None and wanted.parallel_drafting and head.mask is None:
+        if head is not None and wanted.parallel_drafting and not drafts_in_one_pass(head):
             raise ValueError(
                 f"speculative_config['parallel_drafting'] is True, and the head in {settings.head} was not trained for "
                 "it: its config.json has no parallel_drafting; allowed: False"

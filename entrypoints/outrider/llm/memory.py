@@ -11,7 +11,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import sampling_bytes
 from outrider.engine.models.base import TakesAdapters
 from outrider.llm.arguments import EngineArguments
-from outrider.proposers.heads.head import Head, bytes_beside_block
+from outrider.proposers.heads.head import HeadShape, bytes_beside_block
 
 CPU_CACHE_BYTES = 512 << 20  # of both caches where there is no GPU; beside vLLM of each
 CACHE_BESIDE_VLLM = 256 << 20  # of a draft on the GPU of a vLLM, which takes its share first
@@ -19,7 +19,7 @@ WORKING_SHARE = 0.05  # of a GPU's memory: activations, beside weights and cache
 
 
 def shared_blocks(
-    arguments: EngineArguments, device: str, target: LoadedModel, draft: LoadedModel | None, head: Head | None
+    arguments: EngineArguments, device: str, target: LoadedModel, draft: LoadedModel | None, head: HeadShape | None
 ) -> int:
     """Blocks of the target's cache, and of the draft's: both share what the weights leave."""
     beside = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (target, draft) if model is not None)
@@ -52,7 +52,11 @@ def cache_bytes(arguments: EngineArguments, device: str, beside: int) -> int:
 
 
 def num_blocks(
-    target: LoadedModel, draft: LoadedModel | None, memory: int, arguments: EngineArguments, head: Head | None = None
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    memory: int,
+    arguments: EngineArguments,
+    head: HeadShape | None = None,
 ) -> int:
     """As many blocks for the draft, or the head, as for the target, and no more than can be used. Raises ValueError
     where a length that was asked for does not fit."""

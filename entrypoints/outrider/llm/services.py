@@ -26,7 +26,7 @@ from outrider.engine.worker import DeviceStopped, DeviceWorker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.llm.engine_choice import VLLM
 from outrider.proposers.base import TokenProposer
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.loading import AnyHead
 from outrider.rpc.errors import FailedPrecondition, Internal
 from outrider.rpc.messages import (
     Adapter,
@@ -237,7 +237,7 @@ class LocalTarget(LocalVerifier):
         settings: TargetSettings,
         loaded: LoadedModel,
         loop: asyncio.AbstractEventLoop,
-        head: Head | None = None,
+        head: AnyHead | None = None,
         tokenizer: Path | None = None,
     ) -> None:
         """`head` drafts beside the model; `tokenizer` is the folder of what grammars are over, by default the

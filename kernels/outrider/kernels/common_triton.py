@@ -96,7 +96,7 @@ def sees(
         shift = tl.minimum(tl.maximum(index, 0), 63).to(tl.int64)
         ancestor = ((row_bits[:, None] >> shift[None, :]) & 1) != 0
         is_chain = row_bits == 0
-        visible = visible & (is_chain[:, None] | (index < 0)[None, :] | ancestor)
+        visible = (visible & is_chain[:, None]) | (index < 0)[None, :] | ancestor
     if WINDOW > 0:
         if tree_depths is not None:
             inside = (index >= 0) & (index < length)

@@ -51,7 +51,9 @@ class HeadModule(nn.Module, ABC):
         return LanguageHead(lambda states: F.linear(states.to(output.dtype), output), len(output))
 
 
-class _Norm(nn.RMSNorm):
+class HeadNorm(nn.RMSNorm):
+    """In float32."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
 
@@ -62,7 +64,7 @@ class _Norm(nn.RMSNorm):
 KeysValues = tuple[Tensor, Tensor]  # [windows, heads, rows, head_dim] each
 
 
-class _Attention(nn.Module):
+class HeadAttention(nn.Module):
     """Of chains' rows to the true rows up to their start, and to their own."""
 
     def __init__(self, config: DecoderConfig, inputs: int, bias: bool) -> None:
@@ -81,11 +83,15 @@ class _Attention(nn.Module):
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """x: [windows, rows, inputs]; positions: [rows]."""
-        key = apply_rotary(self._by_head(self.k_proj(x)), self._cos[positions], self._sin[positions])
+        key = apply_rotary(self.normed_keys(self._by_head(self.k_proj(x))), self._cos[positions], self._sin[positions])
         value = self._by_head(self.v_proj(x))
         copies = self._heads // value.shape[2]
         key, value = (part.transpose(1, 2).repeat_interleave(copies, dim=1) for part in (key, value))
         return key, value
+
+    def normed_keys(self, keys: Tensor) -> Tensor:  # [windows, rows, heads, head_dim] -> the same
+        """As they are."""
+        return keys
 
     def forward(self, x: Tensor, positions: Tensor, true: KeysValues, sees: Tensor, own: list[KeysValues]) -> Tensor:
         """x: [windows, chains, inputs]; sees: [chains, rows] of the true rows; `own` are the chains' rows."""
@@ -104,7 +110,9 @@ class _Attention(nn.Module):
         return rows.float().view(*rows.shape[:2], -1, self._dim)
 
 
-class _Mlp(nn.Module):
+class HeadMlp(nn.Module):
+    """The gated feed-forward."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -116,16 +124,16 @@ class _Mlp(nn.Module):
         return output
 
 
-class _Layer(nn.Module):
+class HeadLayer(nn.Module):
     """A decoder's layer, without the norm before it."""
 
     def __init__(self, config: DecoderConfig, inputs: int, norms: tuple[str, ...], bias: bool = False) -> None:
         super().__init__()
-        self.self_attn = _Attention(config, inputs, bias)
-        self.mlp = _Mlp(config)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = HeadAttention(config, inputs, bias)
+        self.mlp = HeadMlp(config)
+        self.post_attention_layernorm = HeadNorm(config.hidden_size, config.rms_norm_eps)
         for name in norms:
-            self.add_module(name, _Norm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(name, HeadNorm(config.hidden_size, config.rms_norm_eps))
 
     def forward(self, x: Tensor, residual: Tensor, *attended: Any) -> Tensor:
         residual = residual + self.self_attn(x, *attended)
@@ -185,8 +193,8 @@ class Eagle3Module(LayerModule):
         hidden, eps = parsed.hidden_size, parsed.rms_norm_eps
         self._norms_residual = bool(config["norm_before_residual"])
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
-        self.midlayer: Any = _Layer(parsed, 2 * hidden, ("input_layernorm", "hidden_norm"))
-        self.norm = _Norm(hidden, eps)
+        self.midlayer: Any = HeadLayer(parsed, 2 * hidden, ("input_layernorm", "hidden_norm"))
+        self.norm = HeadNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, int(config["draft_vocab_size"]), bias=False)
         self._ids = ids  # [outputs], of the target
         if ids is not None:
@@ -229,7 +237,7 @@ class MtpModule(LayerModule):
         super().__init__((target.num_layers,), target)
         parsed = layer_config({**config, "model_type": "qwen2"}, target)
         norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
-        layer = _Layer(parsed, parsed.hidden_size, norms, bias=True)
+        layer = HeadLayer(parsed, parsed.hidden_size, norms, bias=True)
         layer.input_proj = nn.Linear(2 * parsed.hidden_size, parsed.hidden_size, bias=False)
         self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList([layer])})
 

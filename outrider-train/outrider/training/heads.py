@@ -1,4 +1,5 @@
-"""How a head that drafts beside a target is made: `outrider model train eagle3`, `mlp`, `medusa`, `mtp`.
+"""How a head that drafts beside a target is made: `outrider model train eagle3`, `mlp`, `medusa`, `mtp`,
+`dflash`, `dspark`.
 
 The story is that of a draft (drafts.py), with the target's hidden states in its lessons. The folder that comes of it
 has the method's public layout, and is served with no flag but its name."""
@@ -23,6 +24,7 @@ from outrider.engine.models.weights import text_model_state
 from outrider.proposers.heads.eagle import default_taps
 from outrider.proposers.heads.head import TargetWeights
 from outrider.proposers.heads.target import target_weights
+from outrider.training.block_modules import DFlashModule, DSparkModule
 from outrider.training.budget import (
     FLOAT,
     ModelSize,
@@ -57,8 +59,11 @@ from outrider.training.teacher import OnWord, Teacher, silent
 from outrider.training.train import train
 
 NORM = "model.norm.weight"
-HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp"]
-NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4}
+HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp", "dflash", "dspark"]
+NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4, "dflash": 7, "dspark": 7}
+TAPPED = ("eagle3", "dflash", "dspark")  # read several of the target's layers
+BLOCK_LAYERS = 2
+MARKOV_RANK = 256  # at most; never more than the hidden size
 MOST_SPREAD = 4.0  # of the logits of a head's first states, as a standard deviation
 NUM_ENDS = 96  # places of a window after which a step drafts
 SMALL_VOCAB = 8192  # outputs of an eagle3 that is to be small
@@ -156,19 +161,22 @@ def head_needs(plan: HeadPlan) -> Needs:
     """The memory that a run takes."""
     target, course = ModelSize.read(plan.target), plan.course
     hidden, vocab_size = target.hidden_size, target.vocab_size
-    num_taps = len(eagle3_taps(target.num_layers)) if plan.method == "eagle3" else 1
+    num_taps = len(eagle3_taps(target.num_layers)) if plan.method in TAPPED else 1
     num_outputs = min(plan.draft_vocab or vocab_size, vocab_size)
-    output = {"eagle3": num_outputs * hidden, "mlp": vocab_size * hidden}.get(plan.method, 0)
+    markov = vocab_size * min(MARKOV_RANK, hidden)  # a table of it, of two
+    output = {"eagle3": num_outputs * hidden, "mlp": vocab_size * hidden, "dspark": markov}.get(plan.method, 0)
     inner = {
         "eagle3": num_taps * hidden**2 + target.layer_parameters + hidden * (target.query_size + 2 * target.key_size),
         "mtp": 2 * hidden**2 + target.layer_parameters,
         "medusa": plan.depth * hidden**2,
         "mlp": vocab_size * hidden + 2 * hidden**2,
+        "dflash": num_taps * hidden**2 + BLOCK_LAYERS * target.layer_parameters,
+        "dspark": num_taps * hidden**2 + BLOCK_LAYERS * target.layer_parameters + markov,
     }[plan.method]
     shared = (2 - target.tied_embeddings) * target.kept_itemsize * vocab_size * hidden
-    if plan.method in ("eagle3", "mtp"):
+    if plan.method in ("mtp", *TAPPED):
         shared += target.rotary_bytes
-    rows = course.batch_size * NUM_ENDS * plan.depth
+    rows = course.batch_size * NUM_ENDS * (plan.depth + (plan.method == "dflash"))
     scores = 3 * FLOAT * rows * target.num_heads * (course.length + plan.depth)
     windows = FLOAT * course.batch_size * course.length * ((2 * num_taps + 4) * hidden + 4 * target.query_size)
     return replace(
@@ -207,6 +215,9 @@ def new_head(plan: HeadPlan, target: HeadTarget, stream: Tensor) -> tuple[dict[s
             "attention_bias": True,
         }
         head = MtpModule(config, weights)
+    elif plan.method in ("dflash", "dspark"):
+        config |= _block_fields(plan, config, weights)
+        head = (DSparkModule if plan.method == "dspark" else DFlashModule)(config, weights)
     elif plan.method == "medusa":
         config = {
             "model_type": "medusa",
@@ -237,6 +248,27 @@ def new_head(plan: HeadPlan, target: HeadTarget, stream: Tensor) -> tuple[dict[s
     return config, randomised_head(head, target)
 
 
+def _block_fields(plan: HeadPlan, config: Mapping[str, Any], target: TargetWeights) -> dict[str, Any]:
+    """Of a block drafter, in the layout of its first checkpoints. The target has no id to spare for the mask: the head
+    keeps a row of its own for it, behind the vocabulary."""
+    hidden, is_dspark = target.output.shape[1], plan.method == "dspark"
+    fields: dict[str, Any] = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        "num_hidden_layers": BLOCK_LAYERS,
+        "head_dim": config.get("head_dim") or hidden // config["num_attention_heads"],
+        "num_target_layers": target.num_layers,
+        "block_size": plan.depth if is_dspark else plan.depth + 1,
+        "dflash_config": {
+            "target_layer_ids": [layer - 1 for layer in eagle3_taps(target.num_layers)],
+            "mask_token_id": len(target.output),
+            "sample_from_anchor": is_dspark,
+        },
+    }
+    markov = {"markov_rank": min(MARKOV_RANK, hidden), "markov_head_type": "vanilla", "enable_confidence_head": False}
+    return fields | markov if is_dspark else fields
+
+
 @torch.no_grad()
 def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> HeadModule:
     """The head with random weights, but that what writes to its residual stream is zero, and that it reads its last
@@ -244,7 +276,9 @@ def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> Head
     does: a head that begins with certainties unlearns them first."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(head.named_parameters()):
-        if name.endswith(("o_proj.weight", "down_proj.weight", ".bias")) or name.startswith("blocks."):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", ".bias")) or name.startswith(
+            "blocks."
+        ):
             weight.zero_()
         elif name == "lm_head.weight":
             weight.copy_(target.weights.output[getattr(head, "_ids", None) if hasattr(head, "d2t") else slice(None)])

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Train a draft for the target (second bare argument) on a corpus (third): METHOD draft drafts a token a pass, pard "
-    "all tokens of a window in one; eagle3, medusa, mlp and mtp are heads that draft beside the target from its hidden "
-    "states. The target writes on from places of the corpus, and the draft learns its distributions there. A run that "
-    "was cut short goes on when it is started again with the same settings."
+    "all tokens of a window in one; eagle3, medusa, mlp, mtp, dflash and dspark are heads that draft beside the target "
+    "from its hidden states. The target writes on from places of the corpus, and the draft learns its distributions "
+    "there. A run that was cut short goes on when it is started again with the same settings."
 )
 DRAFTS = ("draft", "pard")  # models of their own
+HEADS = ("eagle3", "medusa", "mlp", "mtp", "dflash", "dspark")
 
 
 class TrainSettings(ServiceSettings):
@@ -36,7 +37,7 @@ class TrainSettings(ServiceSettings):
 
     section: ClassVar[str] = "train"
 
-    method: Literal["draft", "pard", "eagle3", "medusa", "mlp", "mtp"] = Field(
+    method: Literal["draft", "pard", "eagle3", "medusa", "mlp", "mtp", "dflash", "dspark"] = Field(
         description="what it will draft by; also the first bare argument"
     )
     target: Path = Field(description="folder or hub id of the target's checkpoint; also the second bare argument")
@@ -57,8 +58,8 @@ class TrainSettings(ServiceSettings):
         None,
         ge=1,
         le=16,
-        description="tokens in a row that a head learns to draft (default: 5 for eagle3, 4 for the others); medusa and "
-        "mlp draft no more",
+        description="tokens in a row that a head learns to draft (default: 5 for eagle3, 7 for dflash and dspark, "
+        "4 for the others); all but eagle3 and mtp draft no more",
     )
     draft_vocab: int | None = Field(
         None, ge=1, description="outputs of eagle3: the corpus's likeliest tokens (default: the whole vocabulary)"
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider model train") 
 
 def check_method(settings: TrainSettings) -> None:
     """Raises ValueError for a setting that is given and is not the method's."""
-    own = {"draft": DRAFTS, "layers": DRAFTS, "tokens": ("eagle3", "medusa", "mlp", "mtp"), "draft_vocab": ("eagle3",)}
+    own = {"draft": DRAFTS, "layers": DRAFTS, "tokens": HEADS, "draft_vocab": ("eagle3",)}
     for name, methods in own.items():
         if getattr(settings, name) is not None and settings.method not in methods:
             flag = name.replace("_", "-")

@@ -133,8 +133,11 @@ HEADS: Mapping[str, DraftingMethod] = {
         _head("medusa", "a head beside the target for each of the next tokens, from its last hidden state"),
         _head("mlp_speculator", "small layers beside the target, one for each next token, from its last hidden state"),
         _head("mtp", "a layer for the token after next that was trained with the target"),
+        _head("dflash", "layers beside the target that draft a block in one pass, from states of several layers"),
+        _head("dspark", "a block drafter whose tokens follow one another, and which tells how sure it is"),
     )
 }
+BLOCKS = ("dflash", "dspark")  # heads that draft a block in one pass
 TOKEN_METHODS = tuple(row.name for row in _ROWS if not row.needs_model)
 CHOICES = ", ".join(METHODS)
 
@@ -150,18 +153,27 @@ MethodNames = Annotated[
 PEAGLE = "peagle"  # what speculators and vLLM call a P-EAGLE head: an EAGLE-3 one that drafts all tokens in one pass
 
 
+def is_dflash2(config: Mapping[str, Any]) -> bool:
+    """Whether a block drafter's config.json says that it is DFlash2."""
+    architecture = " ".join(config.get("architectures") or ()).lower()
+    return config.get("speculators_model_type") == "dflash2" or "dflash2" in architecture
+
+
 def head_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
     """The method of a head by its config.json and the names of its tensors; None for what is no head. The layouts tell
     it in many ways: by model_type, by the architecture's name, by a field or a tensor that no other has."""
     for said in (config.get("speculators_model_type"), config.get("model_type")):
         if said == PEAGLE:
             return "eagle3"
+        if said == "dflash2":
+            return "dflash"
         if said in HEADS:
             return str(said)
     if str(config.get("model_type")).endswith("_mtp"):
         return "mtp"
     architecture = " ".join(config.get("architectures") or ()).lower()
-    for word, method in (("eagle3", "eagle3"), (PEAGLE, "eagle3"), ("eagle", "eagle")):
+    words = (("eagle3", "eagle3"), (PEAGLE, "eagle3"), ("eagle", "eagle"), ("dflash", "dflash"), ("dspark", "dspark"))
+    for word, method in words:
         if word in architecture:
             return method
     fields = {"medusa_num_heads": "medusa", "num_nextn_predict_layers": "mtp"}
@@ -169,6 +181,28 @@ def head_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | Non
     if found is None and ("d2t" in names or any("midlayer." in name for name in names)):
         return "eagle3"
     return "eagle" if found is None and "fc.weight" in names else found
+
+
+def samples_anchor(config: Mapping[str, Any], by_default: bool) -> bool:
+    """Whether a block's first row, the last token's, gives a token, by a block drafter's config.json."""
+    own = config.get("dflash_config") or {}
+    if (bonus := own.get("dspark_bonus_anchor", config.get("dspark_bonus_anchor"))) is not None:
+        return not bonus
+    return bool(own.get("sample_from_anchor", config.get("sample_from_anchor", by_default)))
+
+
+def block_size(config: Mapping[str, Any]) -> Any:
+    """The rows of a block, by a block drafter's config.json; None where nothing is said."""
+    own = config.get("dflash_config") or {}
+    return own.get("block_size", config.get("block_size", config.get("dspark_block_size")))
+
+
+def block_tokens(config: Mapping[str, Any]) -> int | None:
+    """How many tokens a block gives, by config.json; None for what is no block drafter."""
+    method, rows = head_of(config), block_size(config)
+    if method not in BLOCKS or type(rows) is not int:
+        return None
+    return rows if samples_anchor(config, method == "dspark") else rows - 1
 
 
 def drafts_at_once(config: Mapping[str, Any]) -> bool:

@@ -26,7 +26,9 @@ from outrider.engine.quantized.choice import rounding_for
 from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.proposers.heads import loading as heads
-from outrider.proposers.heads.head import Head, bytes_beside_block
+from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.head import bytes_beside_block
+from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service, this_machine
@@ -109,7 +111,7 @@ def new_engine(
     limits: TargetLimits,
     flush: Callable[[], None] = lambda: None,
     metrics: TargetMetrics | None = None,
-    head: Head | None = None,
+    head: AnyHead | None = None,
     grammars: Grammars | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,  # the runner has room for
 ) -> TargetEngine:
@@ -196,13 +198,14 @@ def load(settings: TargetSettings) -> LoadedModel:
     )
 
 
-def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
+def load_head(settings: TargetSettings, loaded: LoadedModel) -> AnyHead | None:
     """What shall draft beside the model, if anything. Raises UnsupportedModel for what does not fit it."""
     if settings.head is None:
         return None
     try:
         weights = target_weights(settings.model, loaded.model, settings.expand)
         head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device)
+        expect_confidence(head, settings.head_confidence)
         check_taps(head.taps, len(loaded.model.layers))
         check_tree(settings.tree, head, loaded.model.takes_trees)
     except ValueError as error:
@@ -211,10 +214,19 @@ def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
     return head
 
 
+def expect_confidence(head: AnyHead, least: float) -> None:
+    """Has chains end before tokens that are less likely to be taken. Raises ValueError for a head that cannot tell."""
+    if least == 0:
+        return
+    if not isinstance(head, BlockHead) or not head.tells_confidence:
+        raise ValueError(f"head_confidence: is {least}; allowed: 0, since this {head.name} head tells no confidence")
+    head.least_confidence = least
+
+
 def new_runner(
     settings: TargetSettings,
     loaded: LoadedModel,
-    head: Head | None = None,
+    head: AnyHead | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
 ) -> ModelRunner:
     """One whose passes leave what the head reads, and whose cache leaves room for the head's, and for adapters. Raises
@@ -260,7 +272,7 @@ def info_of(
     loaded: LoadedModel,
     limits: TargetLimits,
     step_costs: StepProfile = (),
-    head: Head | None = None,
+    head: AnyHead | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
     capabilities: Sequence[str] = (),  # beside what every target can
 ) -> TargetInfo:

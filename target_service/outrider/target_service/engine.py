@@ -20,7 +20,7 @@ from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import DeviceLost
 from outrider.planner.estimates import OpenWork
 from outrider.proposers.drawing import Drawer
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.loading import AnyHead
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable, unexpected
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
@@ -71,7 +71,7 @@ class TargetEngine:
         cut_windows: bool = True,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ComputedStep], None] | None = None,
-        head: Head | None = None,
+        head: AnyHead | None = None,
         tree: TokenTree | None = None,  # what it drafts where trees are verified
         grammars: Grammars | None = None,  # without, requests for constraints are refused
         clock: Callable[[], float] = time.monotonic,

@@ -17,9 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,136 +29,23 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.profile import StepProfile
-from outrider.engine.random import RandomAhead, RandomRange
-from outrider.engine.sampler import SamplingRows, SequenceSampler
 from outrider.engine.staging import index_on
 from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import require_device
-from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
+from outrider.proposers.heads.block import BlockHead
 from outrider.proposers.heads.device_head import DeviceHead
 from outrider.proposers.heads.head import Head, MaskRow
-from outrider.proposers.tree import Fork, GrowingTree, grow
-from outrider.rpc.messages import DraftTokens, TokenWeights
+from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
+from outrider.proposers.tree import GrowingTree, grow
+from outrider.target_service.block_drafts import draft_blocks, fit_block
+from outrider.target_service.head_lines import HeadLine, WaitingRows
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.parts import EnginePart
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import HeadChain, TargetSequence
 
 log = logging.getLogger(__name__)
-
-
-class _Waiting(NamedTuple):
-    """Rows that no pass has computed yet, from a place on."""
-
-    first: int
-    states: list[Tensor]  # [rows, taps, hidden] each, of the positions before
-
-    @property
-    def end(self) -> int:
-        """The place behind them."""
-        return self.first + sum(map(len, self.states))
-
-
-@dataclass(slots=True)
-class _Line:
-    """What one sequence computes and draws after a step."""
-
-    target: TargetSequence
-    scheduled: ScheduledSequence
-    offset: int  # the step's row of its first position
-    first: int  # place of its first row
-    end: int  # after its last one
-    count: int  # tokens to draw
-    keeps: bool  # what the head computes has places in the cache
-    waiting: _Waiting | None = None  # of its first rows, where these are of steps before
-    number: int = 0  # of the chain
-    drawn: list[DraftedToken] = field(default_factory=list)
-    tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
-    ahead: RandomAhead = field(default_factory=RandomAhead)  # for what is drawn by weights
-
-    @property
-    def length(self) -> int:
-        """The committed length."""
-        return len(self.target.sequence)
-
-    @property
-    def sampler(self) -> SequenceSampler:
-        """What its tokens follow."""
-        return self.target.sampler
-
-    @property
-    def draft_sampling(self) -> DraftSampling:
-        """How its tokens are drawn."""
-        target = self.target
-        rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
-        rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
-        ahead = target.random_ahead if target.coupled else self.ahead  # a coupled window meets the same noise
-        sampling = DraftSampling(rule, target.random_key, ahead=ahead, by_chain=target.by_block)
-        return sampling.of_chain(self.number, self.length)
-
-    @property
-    def num_top_tokens(self) -> int:
-        """How many likely tokens are wanted beside the drawn one: none."""
-        return 0
-
-    @property
-    def wants_confidence(self) -> bool:
-        """Whether drafting ends where the head is unsure: it does not."""
-        return False
-
-    def span(self) -> RandomRange:
-        """Where the random numbers of the next token are."""
-        draft_sampling, end = self.draft_sampling, self.length + self.count
-        limit = end + 1 if self.target.coupled else end  # with the token behind the window
-        return RandomRange(draft_sampling.key, draft_sampling.ahead, self.length + len(self.drawn), 1, limit)
-
-    def sampling_rows(self) -> SamplingRows:
-        """The row after the chain, processed as if the chain were committed."""
-        chain = [token.token_id for token in self.drawn]
-        return SamplingRows(self.target.sampler, chain, first=len(chain))
-
-    def first_entry(self, mask_id: int | None = None) -> BatchEntry:
-        """The rows of committed tokens. With a mask token the rows behind them, for all tokens but the first."""
-        sequence, ids = self.target.sequence, self.target.sequence.tokens[self.first : self.end]
-        if not self.keeps:
-            return _alone(ids[0])
-        if mask_id is None:
-            return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0))
-        return BatchEntry([*ids, *[mask_id] * self.num_masks], self.first, sequence.block_table, self.count)
-
-    def last_entry(self, block_size: int) -> BatchEntry:
-        """The place of the last committed token, behind which drawing begins. Without places there is no table."""
-        table = self.target.sequence.block_table if self.keeps else [0] * -(-self.length // block_size)
-        return BatchEntry([0], self.length - 1, table, 1)
-
-    @property
-    def num_masks(self) -> int:
-        """Rows of tokens that are not known, where all are drafted in one pass."""
-        return max(0, self.count - 1)
-
-    def fork(self, tree: GrowingTree) -> Fork:
-        """The root of a tree, where its first tokens are drawn."""
-        limit = self.length + self.count + 1
-        return Fork(tree, -1, self.target.sampler, self.draft_sampling, self.length, limit)
-
-    def level_entries(self, tree: GrowingTree) -> list[BatchEntry]:
-        """The rows of a tree's last level, which want logits; with places, behind those of all other nodes, since rows
-        see those of their own pass."""
-        if not self.keeps:
-            return [_alone(tree.ids[node]) for node in tree.level]
-        table, level = self.target.sequence.block_table, len(tree.level)
-        return [BatchEntry(tuple(tree.ids), self.length, table, level, tuple(tree.parents))]
-
-    def next_entry(self) -> BatchEntry:
-        """The row of the last token drawn."""
-        token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
-        return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
-
-
-def _alone(token_id: int) -> BatchEntry:
-    """A row without a place."""
-    return BatchEntry([token_id], 0, [0], 1)
 
 
 class HeadDrafter(EnginePart):
@@ -169,7 +55,7 @@ class HeadDrafter(EnginePart):
 
     def __init__(
         self,
-        head: Head,
+        head: AnyHead,
         runner: ModelRunner,
         cache: KVCacheManager,
         drawer: Drawer,
@@ -187,7 +73,7 @@ class HeadDrafter(EnginePart):
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
-        self._waiting: WeakKeyDictionary[TargetSequence, _Waiting] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[TargetSequence, WaitingRows] = WeakKeyDictionary()
         self.captured: DeviceHead | None = None  # None: every pass is launched
 
     def measured(self, costs: StepProfile, context_us: float) -> None:
@@ -235,13 +121,13 @@ class HeadDrafter(EnginePart):
     def capture(self, features: Tensor, state: Tensor) -> None:  # [rows, taps, hidden], [rows, width]
         """Captures the head's passes, of the shapes that `warm_up` gives, behind captured steps of the target. Where
         that fails, they stay launched."""
-        steps = self._runner.captured
-        if steps is None or self.head.mask is not None:
+        steps, head = self._runner.captured, self.head
+        if steps is None or isinstance(head, BlockHead) or head.mask is not None:
             return
         before = steps.graphs.reserved_bytes()
         try:
             with torch.inference_mode():
-                self.captured = DeviceHead(self.head, self._cache, steps, state, features, self._drawer.mass)
+                self.captured = DeviceHead(head, self._cache, steps, state, features, self._drawer.mass)
         except Exception:
             require_device(self._runner.model.device)
             log.exception("the passes of %s could not be captured; they are launched", self.head.name)
@@ -253,27 +139,31 @@ class HeadDrafter(EnginePart):
     def warm_up(self) -> tuple[Tensor, Tensor]:  # [1, taps, hidden], [1, width]
         """Computes a row, and one behind it, while nothing is open: what is compiled or allocated once is no
         sequence's. Returns what the first pass took, and the state that it gave."""
-        table = self._manager.pool.allocate(1)
+        head, table = self.head, self._manager.pool.allocate(1)
         try:
             device, size = self._ends.device, self._runner.block_size
             features = self._ends.new_zeros(1, len(self.head.taps), self.head.hidden_size)
             batch = build_batch([BatchEntry([0], 1, table, 1)], size, device)
-            _, state = self.head.first(batch, features, self._cache)
-            if self.head.mask is None and self.head.most_tokens > 1:
-                self.head.next(1, build_batch([BatchEntry([0], 2, table, 1)], size, device), state, self._cache)
+            if isinstance(head, BlockHead):
+                head.fill(batch, features, self._cache)
+                block = build_batch([BatchEntry([0], 2, table, 1)], size, device)
+                return features, head.draft(block, self._cache).hidden
+            _, state = head.first(batch, features, self._cache)
+            if head.mask is None and head.most_tokens > 1:
+                head.next(1, build_batch([BatchEntry([0], 2, table, 1)], size, device), state, self._cache)
         finally:
             self._manager.pool.release(table)
         return features, state
 
-    def _hold(self, line: _Line, draft_us: int) -> None:
+    def _hold(self, line: HeadLine, draft_us: int) -> None:
         """The sequence has the chain that was drawn, if one was."""
-        piece = _piece(line)
+        piece = line.piece()
         if piece.ids:
             line.target.chains.add(piece)
             line.target.head_chain = HeadChain(line.number, draft_us)
             self.num_drafted += len(piece.ids)
 
-    def _lines(self, step: ComputedStep, states: Tensor) -> Iterator[_Line]:
+    def _lines(self, step: ComputedStep, states: Tensor) -> Iterator[HeadLine]:
         """Sequences that live on, with the rows whose position before is certain, but for those whose row can wait."""
         offsets = accumulate((scheduled.num_rows for scheduled in step.scheduled), initial=0)
         for scheduled, offset in zip(step.scheduled, offsets, strict=False):
@@ -285,11 +175,11 @@ class HeadDrafter(EnginePart):
             if not count and self._waits_on(scheduled, states[offset : offset + 1]):
                 continue
             if not self.head.layers:
-                line = _Line(target, scheduled, offset, end - 1, end, count, False, number=target.next_chain)
+                line = HeadLine(target, scheduled, offset, end - 1, end, count, False, number=target.next_chain)
             else:
                 end, count = self._reserved(target, end, count)
                 first = self._first(scheduled)
-                line = _Line(target, scheduled, offset, first, end, count, True, number=target.next_chain)
+                line = HeadLine(target, scheduled, offset, first, end, count, True, number=target.next_chain)
                 self._take_waiting(line)
             if count > 0:
                 target.next_chain += 1
@@ -297,7 +187,7 @@ class HeadDrafter(EnginePart):
                     line.tree = GrowingTree(self.tree.cut(count))
             yield line
 
-    def _take_waiting(self, line: _Line) -> None:
+    def _take_waiting(self, line: HeadLine) -> None:
         """The rows that wait come first. Where its blocks were taken meanwhile, they are none that are wanted."""
         waiting = self._waiting.pop(line.target, None)
         if waiting is not None and waiting.first == line.target.head_end and waiting.end == line.first:
@@ -315,14 +205,14 @@ class HeadDrafter(EnginePart):
         waiting.states.append(state.clone())
         return True
 
-    def _waits(self, line: _Line, states: Tensor) -> bool:
+    def _waits(self, line: HeadLine, states: Tensor) -> bool:
         """Whether the rows can wait for those of the next step: nothing is drawn, and no block of the cache, which
         others may find, lacks them."""
         size = self._runner.block_size
         num_full = line.target.sequence.num_computed_tokens // size
         waits = line.keeps and not line.count and line.scheduled.num_rows == 1 and line.first >= num_full * size
         if waits:
-            held = _Waiting(line.first, [self._features([line], states)])
+            held = WaitingRows(line.first, [self._features([line], states)])
             self._waiting[line.target], line.target.head_end = held, line.first
         return waits
 
@@ -343,16 +233,21 @@ class HeadDrafter(EnginePart):
 
     def _reserved(self, target: TargetSequence, end: int, count: int) -> tuple[int, int]:
         """The end of the rows and the number of tokens that there are blocks for. The place of the last token drawn is
-        not needed: nothing is drawn behind it."""
+        not needed: nothing is drawn behind it. A block has all of its rows, however many tokens are wanted."""
         free, size = self._manager.pool.num_free, self._runner.block_size
         room = (len(target.sequence.block_table) + free) * size  # places
         if room < end:
             return end - 1, 0
-        count = max(0, min(count, room - target.committed + 1))
-        self._manager.extend(target.sequence, num_tokens=max(end, target.committed + count - 1 if count else 0))
+        if isinstance(self.head, BlockHead):
+            places = min(room, self._runner.model.max_model_len) - target.committed
+            count, behind = fit_block(self.head, count, places)
+        else:
+            count = max(0, min(count, room - target.committed + 1))
+            behind = count - 1
+        self._manager.extend(target.sequence, num_tokens=max(end, target.committed + behind if count else 0))
         return end, count
 
-    def _keep_ends(self, lines: Sequence[_Line], states: Tensor) -> None:
+    def _keep_ends(self, lines: Sequence[HeadLine], states: Tensor) -> None:
         """The states at the last places of blocks that are computed and committed."""
         if not self.head.layers:
             return
@@ -367,13 +262,13 @@ class HeadDrafter(EnginePart):
         if blocks:
             self._ends[index_on(blocks, states.device)] = states[index_on(rows, states.device)]
 
-    def _features(self, lines: Sequence[_Line], states: Tensor) -> Tensor:  # [rows, taps, hidden]
+    def _features(self, lines: Sequence[HeadLine], states: Tensor) -> Tensor:  # [rows, taps, hidden]
         """The states of the position before each row's place: the step's, or what a found block ends with."""
         size, device = self._runner.block_size, states.device
         rows: list[int] = []
         found: list[int] = []  # rows of places behind a found block
         blocks: list[int] = []  # that end before them
-        waited: list[tuple[int, _Waiting]] = []  # rows of steps before, and where they begin
+        waited: list[tuple[int, WaitingRows]] = []  # rows of steps before, and where they begin
         for line in lines:
             if line.waiting is not None:
                 waited.append((len(rows), line.waiting))
@@ -388,17 +283,27 @@ class HeadDrafter(EnginePart):
             features[start : start + before.end - before.first] = torch.cat(before.states)
         return features
 
-    def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
-        """One pass a depth, for all that draw so deep; for trees others than for chains. Where nobody draws, what is
-        kept alone."""
-        if self.captured is None and not any(line.count for line in lines):
-            entries, size = [line.first_entry() for line in lines], self._runner.block_size
-            self.head.fill(build_batch(entries, size, states.device), self._features(lines, states), self._cache)
-            return
-        if self.head.mask is not None:
-            self._draft_at_once(lines, states, self.head.mask)
-            return
-        logits, state = self._first_pass(lines, states)
+    def _draft(self, lines: Sequence[HeadLine], states: Tensor) -> None:
+        """Where nobody draws, what is kept alone."""
+        head = self.head
+        if isinstance(head, BlockHead):
+            self._fill(lines, states)
+            draft_blocks(head, lines, self._cache, self._drawer, self._runner.model.max_model_len)
+        elif self.captured is None and not any(line.count for line in lines):
+            self._fill(lines, states)
+        elif head.mask is not None:
+            self._draft_at_once(head, lines, states, head.mask)
+        else:
+            self._draft_in_turn(head, lines, states)
+
+    def _fill(self, lines: Sequence[HeadLine], states: Tensor) -> None:
+        """What later rows need of these."""
+        batch = build_batch([line.first_entry() for line in lines], self._runner.block_size, states.device)
+        self.head.fill(batch, self._features(lines, states), self._cache)
+
+    def _draft_in_turn(self, head: Head, lines: Sequence[HeadLine], states: Tensor) -> None:
+        """One pass a depth, for all that draw so deep; for trees others than for chains."""
+        logits, state = self._first_pass(head, lines, states)
         wanting = [line for line in lines if line.count]  # by row of logits
         are_chains = all(line.tree is None for line in wanting)
         if wanting and are_chains and self.captured is not None and self.captured.holds(wanting):
@@ -409,31 +314,31 @@ class HeadDrafter(EnginePart):
             return
         trees = [(index, line) for index, line in enumerate(wanting) if line.tree is not None]
         if trees:
-            self._draft_trees(dict(trees), logits, state)
+            self._draft_trees(head, dict(trees), logits, state)
         chains = [index for index, line in enumerate(wanting) if line.tree is None]
         if trees and chains:
             logits, state = logits[chains], state[chains]
-        self._draft_chains([wanting[index] for index in chains], logits, state)
+        self._draft_chains(head, [wanting[index] for index in chains], logits, state)
 
-    def _first_pass(self, lines: Sequence[_Line], states: Tensor) -> tuple[Tensor, Tensor]:
+    def _first_pass(self, head: Head, lines: Sequence[HeadLine], states: Tensor) -> tuple[Tensor, Tensor]:
         """Of those that draw the logits, [lines, vocab], and states, [lines, width], until the next captured pass."""
         entries, features = [line.first_entry() for line in lines], self._features(lines, states)
         found = None if self.captured is None else self.captured.first(entries, features)
         if found is not None:
             return found
-        return self.head.first(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
+        return head.first(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
 
-    def _draft_chains(self, going: list[_Line], logits: Tensor, state: Tensor) -> None:
+    def _draft_chains(self, head: Head, going: list[HeadLine], logits: Tensor, state: Tensor) -> None:
         """One pass a depth, of which the host reads what was drawn; [lines, vocab] and [lines, width]."""
         depth = 0
         while going:
-            kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if _take(going[index], token)]
+            kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if going[index].take(token)]
             going, depth = [going[index] for index in kept], depth + 1
             if going:
                 batch = build_batch([line.next_entry() for line in going], self._runner.block_size, state.device)
-                logits, state = self.head.next(depth, batch, state[index_on(kept, state.device)], self._cache)
+                logits, state = head.next(depth, batch, state[index_on(kept, state.device)], self._cache)
 
-    def _draft_trees(self, lines: Mapping[int, _Line], logits: Tensor, state: Tensor) -> None:
+    def _draft_trees(self, head: Head, lines: Mapping[int, HeadLine], logits: Tensor, state: Tensor) -> None:
         """One pass a level; by row of `logits`, [rows, vocab], and `state`, [rows, width], the lines whose roots they
         are."""
         size, device = self._runner.block_size, state.device
@@ -457,56 +362,32 @@ class HeadDrafter(EnginePart):
                 row += len(one.tree.level)
             if forks:
                 batch = build_batch(entries, size, device)
-                logits, state = self.head.next(depth, batch, torch.cat(states), self._cache)
+                logits, state = head.next(depth, batch, torch.cat(states), self._cache)
 
-    def _draft_at_once(self, lines: Sequence[_Line], states: Tensor, mask: MaskRow) -> None:
+    def _draft_at_once(self, head: Head, lines: Sequence[HeadLine], states: Tensor, mask: MaskRow) -> None:
         """One pass for all depths."""
         device = states.device
         parts = torch.split(self._features(lines, states), [line.end - line.first for line in lines])
         masks = [mask.features.expand(line.num_masks, -1, -1) for line in lines]
         features = torch.cat([part for pair in zip(parts, masks, strict=True) for part in pair])  # [rows, taps, hidden]
         batch = build_batch([line.first_entry(mask.token_id) for line in lines], self._runner.block_size, device)
-        logits, _ = self.head.first(batch, features, self._cache)  # [tokens of all lines, vocab]
+        logits, _ = head.first(batch, features, self._cache)  # [tokens of all lines, vocab]
         offsets = accumulate((line.count for line in lines), initial=0)
         going = [(line, offset) for line, offset in zip(lines, offsets, strict=False) if line.count]
         while going:
             rows = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)
             drawn = self._drawer.draw(logits[rows], [line for line, _ in going])
-            going = [pair for pair, token in zip(going, drawn, strict=True) if _take(pair[0], token)]
+            going = [pair for pair, token in zip(going, drawn, strict=True) if pair[0].take(token)]
 
 
-def _take(line: _Line, token: DraftedToken | None) -> bool:
-    """Notes a token; whether the line draws another one."""
-    if token is None:
-        return False
-    line.drawn.append(token)
-    return len(line.drawn) < line.count
-
-
-def check_tree(tree: TokenTree | None, head: Head, takes_trees: bool) -> None:
+def check_tree(tree: TokenTree | None, head: AnyHead, takes_trees: bool) -> None:
     """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
     problem = None
     if tree is not None and not takes_trees:
         problem = "this target's model verifies chains alone"
-    elif tree is not None and head.mask is not None:
+    elif tree is not None and drafts_in_one_pass(head):
         problem = f"this {head.name} head drafts all tokens in one pass, which makes chains alone"
     elif tree is not None and tree.depth > head.most_tokens:
         problem = f"is {tree.depth} tokens deep; {head.name} drafts {head.most_tokens} in a row here"
     if problem is not None:
         raise ValueError(f"speculative_token_tree: {problem}")
-
-
-def _piece(line: _Line) -> DraftTokens:
-    """The chain or tree, as if it had come from a draft."""
-    if line.tree is not None:
-        ids, parents = tuple(line.tree.ids), tuple(line.tree.parents)
-        parents = () if parents == tuple(range(len(parents))) else parents
-        return DraftTokens(line.target.open.sequence_id, line.number, line.length, ids, parents=parents)
-    weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)
-    return DraftTokens(
-        line.target.open.sequence_id,
-        line.number,
-        line.length,
-        tuple(token.token_id for token in line.drawn),
-        weights if any(entry is not None for entry in weights) else (),
-    )

@@ -24,7 +24,7 @@ from outrider.rpc.settings import (
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 # No engine but ours has them.
-OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
+OWN_ONLY = ("head", "head_confidence", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
 # vLLM's engine arguments that follow from the adapters' flags.
 ADAPTER_ARGUMENTS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "default_mm_loras",
@@ -95,8 +95,15 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     listen: Address = "127.0.0.1:50051"
     head: Path | None = Field(
         None,
-        description="folder of a head that drafts beside the model, or its hub id: EAGLE, EAGLE-3, MTP, MLP speculator "
-        "or Medusa (of a model with MTP layers: the model's own)",
+        description="folder of a head that drafts beside the model, or its hub id: EAGLE, EAGLE-3, MTP, MLP "
+        "speculator, Medusa, DFlash or DSpark (of a model with MTP layers: the model's own)",
+    )
+    head_confidence: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="a dspark head drafts no token that it holds less likely to be taken than this, if those before it "
+        "are, and none behind it; 0: as many as are asked for",
     )
     speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
         None,

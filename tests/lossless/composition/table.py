@@ -15,7 +15,7 @@ from outrider.proposers.registry import HEADS, METHODS
 
 Method = Literal[
     "none", "draft_model", "ngram", "suffix", "prediction", "pard", "eagle", "eagle3", "p-eagle", "medusa",
-    "mlp_speculator", "mtp", "self:int4", "in turn", "draft tree", "head tree",
+    "mlp_speculator", "mtp", "dflash", "dflash2", "dspark", "self:int4", "in turn", "draft tree", "head tree",
 ]  # fmt: skip
 TREES = ("draft tree", "head tree")
 OF_REGISTRY = {*METHODS, *HEADS}

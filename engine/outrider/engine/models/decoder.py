@@ -59,29 +59,45 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
         """Stores the rows' keys and values; returns what this block adds to the residual stream, and the stream without
         it: the next norm adds it on its way."""
-        config, invariant = self._config, self._batch_invariant
-        eps = config.rms_norm_eps
-
-        query = self.store(normed, rotary, slot_mapping, key_cache, value_cache, adapters)
-        scale, softcap = config.attention_scale, config.attention_softcap
-        attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
-        output = self._output(attended.flatten(1))
-        if adapters is not None:
-            adapters.add("output", output, attended.flatten(1))
+        output = self.attend(normed, rotary, plan, slot_mapping, key_cache, value_cache, adapters)
+        eps, invariant = self._config.rms_norm_eps, self._batch_invariant
         if self._output_norm is not None:
             output = rms_norm(output, self._output_norm, eps, batch_invariant=invariant)
-
         normed, residual = add_rms_norm(output, residual, self._post_norm, eps, batch_invariant=invariant)
-        gate_up = self._gate_up(normed)
-        if adapters is not None:
-            adapters.add("gate_up", gate_up, normed)
-        gated = self._gate(gate_up, batch_invariant=invariant)
-        down = self._down(gated)
-        if adapters is not None:
-            adapters.add("down", down, gated)
+        down = self.feed(normed, adapters)
         if self._down_norm is not None:
             down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)
         return down, residual
+
+    def attend(
+        self,
+        normed: Tensor,  # [rows, inputs of qkv]
+        rotary: tuple[Tensor, Tensor],  # [rows, 1, head_dim] each
+        plan: AttentionPlan,
+        slot_mapping: Tensor,  # [rows]
+        key_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        value_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:  # [rows, hidden]
+        """What attention alone gives; the rows' keys and values are stored."""
+        query = self.store(normed, rotary, slot_mapping, key_cache, value_cache, adapters)
+        scale, softcap = self._config.attention_scale, self._config.attention_softcap
+        attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap).flatten(1)
+        output = self._output(attended)
+        if adapters is not None:
+            adapters.add("output", output, attended)
+        return output
+
+    def feed(self, normed: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # [rows, hidden] -> the same
+        """What the gated feed-forward alone gives."""
+        gate_up = self._gate_up(normed)
+        if adapters is not None:
+            adapters.add("gate_up", gate_up, normed)
+        gated = self._gate(gate_up, batch_invariant=self._batch_invariant)
+        down = self._down(gated)
+        if adapters is not None:
+            adapters.add("down", down, gated)
+        return down
 
     def store(
         self,

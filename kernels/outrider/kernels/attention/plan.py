@@ -97,6 +97,7 @@ def plan_attention(
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     max_model_len: int | None = None,
     first_key: int = 0,
+    tree: TreeMask | None = None,  # of blocks, see block_mask, instead of parents
 ) -> AttentionPlan:
     """Groups sequences of few rows and similar context; a row sees itself and what lies before it, from position
     `first_key` on, within the window. With `parents` a row of a tree sees its ancestors alone of its own window."""
@@ -108,12 +109,14 @@ def plan_attention(
         return plan_on_device(
             block_tables, starts, lens, max_query_len=longest, sliding_window=sliding_window,
             batch_invariant=batch_invariant, parents=parents, max_model_len=max_model_len, first_key=first_key,
+            tree=tree,
         )  # fmt: skip
     spans = [
         _Span(index, query_starts[index], query_starts[index + 1], context, sliding_window, first_key)
         for index, context in enumerate(context_lens)
     ]
-    tree = None if parents is None else _checked_tree(parents, query_starts)
+    if parents is not None:
+        tree = _checked_tree(parents, query_starts)
     parts = [[tile] for span in spans for tile in span.tiles(tree)] if batch_invariant else _similar(spans)
     groups = tuple(
         _single(part[0], block_tables, block_size, sliding_window)
@@ -141,10 +144,12 @@ def plan_on_device(
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     max_model_len: int | None = None,
     first_key: int = 0,
+    tree: TreeMask | None = None,  # of blocks, see block_mask, instead of parents
 ) -> DevicePlan:
     """For the kernels. Reads no length on the host: what is captured once serves every batch whose tensors have these
     shapes and whose sequences have at most `max_query_len` rows. `max_model_len` must be the same in all batches."""
-    tree = None if parents is None else tree_mask(parents, query_starts)
+    if parents is not None:
+        tree = tree_mask(parents, query_starts)
     keys = split_keys(max_model_len)
     return DevicePlan(
         block_tables, query_starts, context_lens, max_query_len, keys, sliding_window, tree, batch_invariant, first_key
@@ -267,10 +272,10 @@ def _tree_visible(span: _Span, group: AttentionGroup, tree: TreeMask) -> Tensor:
     rows = torch.arange(group.query_len).clamp(max=span.length - 1) + span.start  # [query_len] batch rows
     begin = span.start
     index = keys - span.window_start  # [num_keys] place in the window, negative before it
-    visible = (index <= (rows - begin)[:, None]) & (keys >= span.least_key)
     bits = tree.bits[rows][:, None]  # [query_len, 1]
     ancestor = (bits >> index.clamp(0, TREE_ROWS - 1) & 1).bool()
-    visible &= ancestor | (index < 0) | (bits == 0)
+    before = index <= (rows - begin)[:, None]  # [query_len, num_keys], of a chain
+    visible = (ancestor | (index < 0) | ((bits == 0) & before)) & (keys >= span.least_key)
     if span.window is None:
         return visible
     at = torch.where(index < 0, index, tree.depths[(begin + index).clamp(0, len(tree.depths) - 1)])

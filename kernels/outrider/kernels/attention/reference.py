@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.attention.plan import SPLIT_KEYS, AttentionGroup, AttentionPlan, DevicePlan, plan_attention
+from outrider.kernels.types import TreeMask
 
 
 def paged_attention(
@@ -28,9 +29,10 @@ def paged_attention(
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     kv_scales: tuple[Tensor, Tensor] | None = None,  # [1] float32 each, of an fp8 cache
     first_key: int = 0,
+    tree: TreeMask | None = None,  # of blocks, see block_mask
 ) -> Tensor:  # [rows, heads, value_dim]
     """Causal attention by absolute position, from `first_key` on: the rows of a sequence are the last ones of its
-    context. With `parents`, that of drafted trees."""
+    context. With `parents`, that of drafted trees; with `tree`, that of blocks."""
     plan = plan_attention(
         block_tables,
         query_starts,
@@ -42,6 +44,7 @@ def paged_attention(
         batch_invariant=batch_invariant,
         parents=parents,
         first_key=first_key,
+        tree=tree,
     )
     return planned_attention(
         plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales

@@ -1,7 +1,9 @@
-"""Which rows of a drafted tree see which: ancestor bits and depths, built on the device from parent indices.
+"""Which rows of a drafted tree see which: ancestor bits and depths, built on the device from parent indices; and the
+same of a block, whose tokens are drafted in one pass.
 
 A sequence's rows of one step are its *window*. A row of a tree sees everything before the window, its ancestors in it,
-and itself; its position is the window's first plus its depth. Its slot in the cache is that of its index."""
+and itself; its position is the window's first plus its depth. Its slot in the cache is that of its index. A block's
+rows see all of it, or those before them; sliding windows are counted back from its first row."""
 
 from __future__ import annotations
 
@@ -21,6 +23,17 @@ def tree_mask(parents: Tensor, query_starts: Tensor) -> TreeMask:
 
         return launch_tree_mask(parents, query_starts)
     return tree_mask_reference(parents, query_starts)
+
+
+def block_mask(query_starts: Tensor, num_rows: int, whole: bool) -> TreeMask:
+    """Every window a block of fewer than TREE_ROWS rows, of which each row sees all (`whole`) or those up to itself.
+    query_starts: [sequences + 1]; of [num_rows], padding behind the last start has any bits."""
+    starts = query_starts.long()
+    rows = torch.arange(num_rows, device=starts.device)
+    window = torch.searchsorted(starts, rows, right=True).clamp(max=len(starts) - 1) - 1  # [rows]
+    seen = (starts[window + 1] - starts[window]) if whole else rows - starts[window] + 1  # [rows]
+    bits = (1 << seen.clamp(0, TREE_ROWS - 1)) - 1
+    return TreeMask(bits, torch.zeros(num_rows, dtype=torch.int32, device=starts.device))
 
 
 def tree_mask_reference(parents: Tensor, query_starts: Tensor) -> TreeMask:

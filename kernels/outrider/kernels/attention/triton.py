@@ -160,6 +160,8 @@ def attend_kernel(
         return
     window_start = tl.load(context_lens + sequence) - length
     end = window_start + tl.minimum(first + TILE_ROWS, length)
+    if tree_bits is not None:  # a block's row sees those behind it
+        end = window_start + length
     start = FIRST_KEY
     if WINDOW > 0:  # a tree's row may be as near to the root as the first row
         start = tl.maximum(FIRST_KEY, window_start + (0 if tree_bits is not None else first) - WINDOW + 1)
@@ -268,7 +270,8 @@ def merge_kernel(
     weight = tl.zeros((GROUP_TILE,), tl.float32)
     total = tl.zeros((GROUP_TILE, VALUE_TILE), tl.float32)
     source = (part_of(row, sequence, local, split_rows, PART_BY_ROW).to(tl.int64) * HEADS + head) * num_splits
-    for split in range(start // SPLIT_KEYS, tl.cdiv(window_start + local + 1, SPLIT_KEYS)):
+    end = window_start + (after - begin if TREE else local + 1)
+    for split in range(start // SPLIT_KEYS, tl.cdiv(end, SPLIT_KEYS)):
         part_most = tl.load(partial_most + source + split, mask=live, other=float("-inf"))
         part_weight = tl.load(partial_weight + source + split, mask=live, other=0.0)
         part = tl.load(partial + (source + split)[:, None] * VALUE_DIM + value_dim[None, :], mask=columns, other=0.0)

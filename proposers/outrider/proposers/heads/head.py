@@ -29,8 +29,8 @@ class MaskRow:
     features: Tensor  # [taps, hidden]
 
 
-class Head(Protocol):
-    """Drafts several tokens, one after the other or all at once, for many sequences."""
+class HeadShape(Protocol):
+    """What all heads say of themselves."""
 
     @property
     def name(self) -> str:
@@ -49,6 +49,18 @@ class Head(Protocol):
         """That it can draft in a row."""
 
     @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """What it stores of every row, at the place of the row's token; nothing if it looks at no row before."""
+
+    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+        """Stores what later rows need of those of committed tokens; features: [rows, taps, hidden]. Nothing is drafted
+        yet."""
+
+
+class Head(HeadShape, Protocol):
+    """Drafts several tokens, one after the other or all at once, for many sequences."""
+
+    @property
     def stages(self) -> int:
         """How many passes of `next` differ: 1 where every depth is computed alike."""
 
@@ -57,17 +69,10 @@ class Head(Protocol):
         """Of a head that drafts all tokens in one pass, by `first` alone: behind the committed rows stand rows of this
         kind, and each gives the token behind it."""
 
-    @property
-    def layers(self) -> tuple[LayerShape, ...]:
-        """What it stores of every row, at the place of the row's token; nothing if it looks at no row before."""
-
     def first(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """The rows of tokens that are committed; features: [rows, taps, hidden]. Returns of the batch's logit rows the
         logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]. A static batch may
         be captured."""
-
-    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
-        """Stores what `first` would of these rows, for those behind them: nothing is drafted yet."""
 
     def next(self, depth: int, batch: Batch | StaticBatch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """The rows of drafted tokens: the `depth`-th drafted one from 1 on; state: [rows, width], of the row before.
@@ -75,7 +80,7 @@ class Head(Protocol):
         the token behind."""
 
 
-def bytes_beside_block(head: Head | None, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
+def bytes_beside_block(head: HeadShape | None, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
     """What a head keeps of each block of its target's cache: its own layers, and the states at the block's end."""
     if head is None or not head.layers:
         return 0
@@ -123,6 +128,14 @@ class HeadReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._state
+
+    def size_of(self, name: str) -> int:
+        """How many numbers a tensor has that is there."""
+        return self._state[name].numel()
+
+    def unread(self) -> list[str]:
+        """The tensors that were not asked for."""
+        return sorted(self._state.keys() - self._read.keys())
 
     def tensor(self, shape: tuple[int, ...], *names: str) -> Tensor:  # of that shape
         """By the first of the names that is there."""

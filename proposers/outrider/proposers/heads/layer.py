@@ -18,12 +18,11 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.decoder import DecoderLayer
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
-from outrider.engine.models.products import Product
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
+from outrider.proposers.heads.layer_weights import further_layer, read_layer
 
 MOST_TOKENS = 128  # a draft may be as long as a window
 
@@ -44,8 +43,8 @@ class LayerHead(ABC):
         self.config = config
         self.hidden_size = target.output.shape[1]
         self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
-        self._block = _block(config, reader, prefixes, inputs)
-        self._further = [_further(config, reader, index) for index in range(1, config.num_layers)]
+        self._block = read_layer(config, reader, prefixes, inputs)
+        self._further = [further_layer(config, reader, index) for index in range(1, config.num_layers)]
         self._embeddings = target.embeddings
         tables = rotary_tables(config, reader.dtype)[config.rotary_types[0]]
         self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
@@ -150,40 +149,3 @@ def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: 
     limit = max(int(config.get("max_position_embeddings") or 0), target.max_model_len)
     parsed = parse_config({**config, "num_hidden_layers": num_layers, "max_position_embeddings": limit})
     return replace(parsed, max_model_len=target.max_model_len)
-
-
-def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, DecoderLayer]:
-    """A layer behind the first, which is a decoder's: its norm, and the block."""
-    prefixes = (f"layers.{index}.", f"model.layers.{index}.")
-    names = [f"{prefix}input_layernorm.weight" for prefix in prefixes]
-    weight = reader.tensor((config.hidden_size,), *names)
-    return weight, _block(config, reader, prefixes, config.hidden_size)
-
-
-def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> DecoderLayer:
-    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
-
-    def named(name: str) -> tuple[str, ...]:
-        return tuple(prefix + name for prefix in prefixes)
-
-    def linear(columns: int, *parts: tuple[str, int]) -> Product:
-        """Of parts (name, rows), on top of one another."""
-        weight = torch.cat([reader.tensor((rows, columns), *named(f"{part}.weight")) for part, rows in parts])
-        has_bias = any(name in reader for name in named(f"{parts[0][0]}.bias"))
-        bias = [reader.tensor((rows,), *named(f"{part}.bias")) for part, rows in parts] if has_bias else []
-        return reader.product(weight, torch.cat(bias) if bias else None)
-
-    qk_norm = None
-    if config.family.qk_norm:
-        query, key = (reader.tensor((dim,), *named(f"self_attn.{part}_norm.weight")) for part in "qk")
-        qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-    return DecoderLayer(
-        config,
-        qkv=linear(inputs, ("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)),
-        output=linear(heads, ("self_attn.o_proj", hidden)),
-        gate_up=linear(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
-        down=linear(width, ("mlp.down_proj", hidden)),
-        post_norm=reader.tensor((hidden,), *named("post_attention_layernorm.weight")),
-        qk_norm=qk_norm,
-    )

@@ -10,12 +10,15 @@ import torch
 
 from outrider.engine import checkpoint
 from outrider.engine.models.base import UnsupportedModel
+from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.dflash2 import DFlash2Head
+from outrider.proposers.heads.dspark import DSparkHead
 from outrider.proposers.heads.eagle import Eagle3Head, EagleHead
 from outrider.proposers.heads.head import Head, HeadReader, TargetWeights
 from outrider.proposers.heads.medusa import MedusaConfig, MedusaHead
 from outrider.proposers.heads.mlp_speculator import MlpConfig, MlpSpeculatorHead
 from outrider.proposers.heads.mtp import MtpHead
-from outrider.proposers.registry import head_of
+from outrider.proposers.registry import head_of, is_dflash2
 
 Config = Mapping[str, Any]
 
@@ -28,16 +31,43 @@ def _mlp_speculator(config: Config, reader: HeadReader, target: TargetWeights) -
     return MlpSpeculatorHead(MlpConfig.parse(config, target), reader, target)
 
 
-HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], Head]] = {
+def _dflash(config: Config, reader: HeadReader, target: TargetWeights) -> BlockHead:
+    return _whole(reader, (DFlash2Head if is_dflash2(config) else BlockHead)(config, reader, target))
+
+
+def _dspark(config: Config, reader: HeadReader, target: TargetWeights) -> BlockHead:
+    return _whole(reader, DSparkHead(config, reader, target))
+
+
+def _whole(reader: HeadReader, head: BlockHead) -> BlockHead:
+    """The head, if it reads all of its file: a tensor that it does not know would be part of what it computes."""
+    unread = [name for name in reader.unread() if name not in UNREAD]
+    if unread:
+        raise UnsupportedModel(f"{head.name}: tensors {', '.join(unread):.200} are not known here")
+    return head
+
+
+UNREAD = ("d2t", "t2d")  # the first where no output is missing, the second is for training
+AnyHead = Head | BlockHead
+
+
+def drafts_in_one_pass(head: AnyHead) -> bool:
+    """Whether all tokens of a window are."""
+    return isinstance(head, BlockHead) or head.mask is not None
+
+
+HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], AnyHead]] = {
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
     "medusa": _medusa,
     "mlp_speculator": _mlp_speculator,
     "mtp": MtpHead,
+    "dflash": _dflash,
+    "dspark": _dspark,
 }
 
 
-def load_head(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> Head:
+def load_head(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> AnyHead:
     """Loads a head for a target. Raises UnsupportedModel (WrongCheckpoint) with the reason."""
     config = checkpoint.read_config(folder)
     checkpoint.tell_left_aside(folder, lone=True)

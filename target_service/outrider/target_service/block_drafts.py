@@ -1,0 +1,81 @@
+"""Blocks of many sequences: one pass for all of their tokens, which are then drawn from left to right, each by a law
+that may know those drawn before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.staging import index_on
+from outrider.proposers.drawing import Drawer
+from outrider.proposers.heads.block import MASK, BlockChains, BlockGuess, BlockHead
+from outrider.target_service.head_lines import HeadLine
+
+
+def fit_block(head: BlockHead, count: int, room: int) -> tuple[int, int]:
+    """How many tokens there is room for, and how many places behind the committed ones their block takes."""
+    rows = min(head.rows, room)
+    count = max(0, min(count, rows - head.first_row))
+    return count, rows if count else 0
+
+
+def draft_blocks(head: BlockHead, lines: Sequence[HeadLine], cache: KVCache, drawer: Drawer, most: int) -> None:
+    """Draws the tokens of all lines that want some; `most` is the length of the longest text. The context must be
+    there."""
+    lines = [line for line in lines if line.count]
+    if lines:
+        _draw(head, _guess(head, lines, cache, most), lines, drawer)
+
+
+def _guess(head: BlockHead, lines: Sequence[HeadLine], cache: KVCache, most: int) -> BlockGuess:
+    """Of each line as many places as it draws tokens, line by line."""
+    device, size = cache.keys[0].device, cache.block_size
+    entries = [_entry(line, min(head.rows, most - line.length, line.num_places(size) - line.length)) for line in lines]
+    starts = accumulate((len(entry.token_ids) for entry in entries), initial=0)
+    rows = [
+        start + head.first_row + place
+        for line, start in zip(lines, starts, strict=False)
+        for place in range(line.count)
+    ]
+    batch = build_batch(entries, size, device)
+    return head.draft(replace(batch, logit_rows=index_on(rows, device)), cache)
+
+
+def _entry(line: HeadLine, rows: int) -> BatchEntry:
+    """The last committed token, whose states are not known, and masks."""
+    sequence = line.target.sequence
+    return BatchEntry([sequence.tokens[-1], *[MASK] * (rows - 1)], line.length, sequence.block_table, 0)
+
+
+def _draw(head: BlockHead, guess: BlockGuess, lines: Sequence[HeadLine], drawer: Drawer) -> None:
+    device = guess.logits.device
+    offsets = list(accumulate((line.count for line in lines), initial=0))
+    going, memory = list(zip(lines, offsets, strict=False)), None
+    while going:
+        rows = [line for line, _ in going]
+        places = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)
+        before = torch.tensor([line.last_id for line in rows], device=device)
+        chains = BlockChains(places, before, memory, partial(drawer.adjusted, rows=rows))
+        logits, memory = head.at(guess, chains)
+        drawn = drawer.draw(logits, rows)
+        ends = _unsure(head, guess, chains, rows)
+        triples = zip(rows, drawn, ends, strict=True)
+        kept = [index for index, (line, token, is_end) in enumerate(triples) if line.take(None if is_end else token)]
+        going = [going[index] for index in kept]
+        memory = None if memory is None else memory[index_on(kept, device)]
+
+
+def _unsure(head: BlockHead, guess: BlockGuess, chains: BlockChains, lines: Sequence[HeadLine]) -> list[bool]:
+    """Whose next token the head holds too unlikely to be taken. That hangs on the tokens before it and not on itself,
+    so that under rejection a chain may end there; blocks are judged whole, and have the length that was asked for."""
+    sure = head.confidence(guess, chains) if head.least_confidence > 0 else None
+    if sure is None:
+        return [False] * len(lines)
+    below: list[bool] = (sure < head.least_confidence).tolist()
+    return [found and not line.target.by_block for found, line in zip(below, lines, strict=True)]

@@ -1,0 +1,172 @@
+"""Blocks beside the target: of a target whose next token follows from the last one alone, a head can say its law at
+every place, and everything that it drafts has to be taken; where a chain ends hangs on nothing that was not drawn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
+from support.heads import BLOCK_ROWS, SHAPES, random_head, save_head, target_weights
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+
+from outrider.engine.loader import LoadedModel
+from outrider.proposers.draft_rows import DraftedToken
+from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.loading import load_head
+from outrider.rpc.messages import Credit, Open
+from outrider.rpc.words.sampling_params import AcceptanceRule
+from outrider.target_service import block_drafts
+from outrider.target_service.boot import expect_confidence
+from outrider.target_service.head_lines import HeadLine
+
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 1.0, "acceptance": COUPLED},
+    "rejection": {"temperature": 1.0, "acceptance": AcceptanceRule.REJECTION},
+    "block": {"temperature": 1.0, "acceptance": AcceptanceRule.BLOCK},
+}
+
+
+@pytest.fixture(scope="module")
+def forgetful() -> tuple[Any, LoadedModel]:
+    """A target whose layers add nothing: its next token's law is the last token's."""
+    hf = tiny_hf_model("llama")
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return hf, build_decoder(tiny_config("llama"), tiny_state(hf), batch_invariant=True)
+
+
+def knowing(layout: str, folder: Path, hf: Any, loaded: LoadedModel, cut: int = 0) -> BlockHead:
+    """A head that says that law: DFlash of the first token alone, whose row has the token; DSpark of all, by a Markov
+    head that is the target's own, beside layers that add nothing."""
+    config, shapes = SHAPES[layout](hf.config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    norm, embeddings = hf.model.norm.weight.detach(), hf.get_input_embeddings().weight.detach()
+    if layout == "dspark":
+        tensors["norm.weight"].zero_()
+        tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(
+            embeddings, norm.shape, norm, hf.config.rms_norm_eps
+        )
+        tensors["markov_head.markov_w2.weight"] = hf.get_output_embeddings().weight.detach()
+        config |= {"markov_rank": norm.shape[0]}
+        for name in [name for name in tensors if name.startswith("confidence_head")]:
+            tensors.pop(name)
+    else:
+        tensors["norm.weight"] = norm
+        config["dflash_config"] |= {"sample_from_anchor": True}
+    config |= {"rms_norm_eps": hf.config.rms_norm_eps}
+    head = load_head(
+        save_head(folder, config, tensors), target_weights(hf, loaded), loaded.model.dtype, torch.device("cpu")
+    )
+    assert isinstance(head, BlockHead)
+    return head
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+def asked(number: int, head: BlockHead, length: int = 20, **sampling: Any) -> Open:
+    return opened(number, prompt_of(number, length), method=head.name, **{"seed": number, "max_tokens": 40, **sampling})
+
+
+@pytest.mark.parametrize("num_blocks", [64, 13])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("layout", "k"), [("dspark", 1), ("dspark", 4), ("dspark", BLOCK_ROWS), ("dflash", 1)])
+def test_a_head_that_must_be_right_is(
+    forgetful: Any, tmp_path: Path, layout: str, k: int, rule: str, num_blocks: int
+) -> None:
+    """Of three sequences at once, of which two begin alike, in chunks, with few blocks, too."""
+    head = knowing(layout, tmp_path, *forgetful)
+    harness = TargetHarness.of(forgetful[1], head=head, num_blocks=num_blocks, max_rows=24)
+    requests = [asked(number, head, 20 + 7 * number, **RULES[rule]) for number in (1, 2, 3)]
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, 1 << 20, k))
+    harness.run()
+    for request in requests:
+        commits = harness.commits(request.sequence_id)
+        drafted = sum(commit.num_drafted for commit in commits)
+        refused = drafted - sum(commit.num_accepted for commit in commits)
+        assert drafted > 30 * k // (k + 3)
+        assert refused <= (0 if rule in ("greedy", "coupled") else k)  # weights are whole numbers: not quite the law
+        if rule in ("greedy", "coupled"):
+            plain = TargetHarness.of(forgetful[1]).decode_plain(request.sequence_id, request)
+            assert harness.output(request.sequence_id) == plain
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+def test_a_text_ends_where_the_context_does(layout: str, tmp_path: Path) -> None:
+    """There is no room for a whole block then, nor for any in the end."""
+    hf, loaded = tiny_model(max_position_embeddings=64)
+    head = random_head(layout, tmp_path, hf, loaded)
+    assert isinstance(head, BlockHead)
+    request = asked(1, head, 30, max_tokens=64 - 30)
+    harness = TargetHarness.of(loaded, head=head)
+    harness.send(request, Credit(1, 1 << 20, 5))
+    harness.run()
+    assert harness.output(1) == TargetHarness.of(loaded).decode_plain(1, request)
+    drafted = [commit.num_drafted for commit in harness.commits(1)]
+    assert max(drafted) == 5 and len(harness.output(1)) == 34
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_where_a_chain_ends_follows_from_what_stands_before(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never from the token that is not drawn: of equal texts before it either all chains end, or none."""
+    hf, loaded = tiny_model()
+    head = random_head("dspark", tmp_path, hf, loaded)
+    expect_confidence(head, 0.497)
+    ended: dict[tuple[tuple[int, ...], ...], set[bool]] = {}  # by what is committed, and what is drawn
+    take = HeadLine.take
+
+    def noted(line: HeadLine, token: DraftedToken | None) -> bool:
+        text = tuple(line.target.sequence.tokens), tuple(drawn.token_id for drawn in line.drawn)
+        ended.setdefault(text, set()).add(token is None)
+        return take(line, token)
+
+    monkeypatch.setattr(HeadLine, "take", noted)
+    assert isinstance(head, BlockHead)
+    for seed in range(60):
+        harness = TargetHarness.of(loaded, head=head)
+        sampling = RULES[rule] | {"allowed_token_ids": (5, 6, 7), "max_tokens": 5}
+        harness.send(asked(1, head, **sampling | {"seed": seed}), Credit(1, 1 << 20, 4))
+        harness.run()
+    assert all(len(how) == 1 for how in ended.values())
+    assert rule == "greedy" or ({True, False} == set.union(*ended.values()) and len(ended) > 40)
+
+
+def test_a_block_has_its_rows_whatever_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a place's law is the same of long and short windows."""
+    hf, loaded = tiny_model()
+    head = random_head("dflash", tmp_path, hf, loaded)
+    rows: list[int] = []
+    entry = block_drafts._entry
+    monkeypatch.setattr(block_drafts, "_entry", lambda line, count: (rows.append(count), entry(line, count))[1])
+    firsts: dict[int, list[int]] = {}
+    for k in (1, 3, 5):
+        harness = TargetHarness.of(loaded, head=head)
+        assert isinstance(head, BlockHead)
+        harness.send(asked(1, head), Credit(1, 1 << 20, k))
+        take, firsts[k] = HeadLine.take, []
+
+        def noted(line: HeadLine, token: DraftedToken | None, k: int = k, take: Any = take) -> bool:
+            if token is not None and not line.drawn:
+                firsts[k].append(token.token_id)
+            return bool(take(line, token))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadLine, "take", noted)
+            harness.run()
+    assert set(rows) == {BLOCK_ROWS}
+    assert firsts[1][0] == firsts[3][0] == firsts[5][0]
