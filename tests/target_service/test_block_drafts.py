@@ -13,6 +13,7 @@ from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
 from support.heads import BLOCK_ROWS, SHAPES, random_head, save_head, target_weights
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
+from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.heads.block import BlockHead
@@ -152,7 +153,12 @@ def test_a_block_has_its_rows_whatever_is_wanted(tmp_path: Path, monkeypatch: py
     head = random_head("dflash", tmp_path, hf, loaded)
     rows: list[int] = []
     entry = block_drafts._entry
-    monkeypatch.setattr(block_drafts, "_entry", lambda line, count: (rows.append(count), entry(line, count))[1])
+
+    def counted(line: HeadLine, count: int) -> BatchEntry:
+        rows.append(count)
+        return entry(line, count)
+
+    monkeypatch.setattr(block_drafts, "_entry", counted)
     firsts: dict[int, list[int]] = {}
     for k in (1, 3, 5):
         harness = TargetHarness.of(loaded, head=head)

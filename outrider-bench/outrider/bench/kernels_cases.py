@@ -143,6 +143,7 @@ _REASONS = {
         "attention.plan_attention", "attention.plan_on_device",
     ),
     "what tree_mask does on a CPU": ("attention.tree_mask_reference",),
+    "once a block for all layers of a kind": ("attention.block_mask",),
     "a part of the batch-invariant Linear on a CPU": ("batch_invariant.by_row_tiles", "batch_invariant.padded_tiles"),
     "a part of store_kv_rotary": ("layers.apply_rotary",),
     "a part of the words and the noise": ("random.philox_rounds",),
