@@ -207,6 +207,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (  # by fields of config.
     ("dflash", {"dflash_config": {"wider": 2}}, "dflash_config: has wider"),
     ("dflash", {"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias: is True; allowed: False"),
     ("dflash", {"draft_vocab_size": 40}, "draft_vocab_size: is 40, and there is no lm_head.weight"),
+    ("dflash", {"draft_vocab_size": 65}, "draft_vocab_size: is 65; allowed: the target's 64 or fewer"),
     ("dflash_reduced", {"draft_vocab_size": 39}, r"lm_head.weight has shape \[40, 16\]"),
     ("dspark", {"markov_head_type": "deep"}, "markov_head_type: is 'deep'; allowed: vanilla, gated, rnn"),
     ("dspark", {"markov_rank": 4}, r"markov_w1.weight has shape \[64, 8\]"),

@@ -215,13 +215,15 @@ class BlockEmbedding:
 def _output(config: BlockConfig, reader: HeadReader, target: TargetWeights) -> tuple[Product, Tensor | None]:
     """The language-model head, and what ids its outputs are where they are fewer than the target's, [outputs]."""
     shape, vocab_size = (config.num_outputs, config.layer.hidden_size), len(target.output)
+    if config.num_outputs > vocab_size:
+        raise WrongCheckpoint(f"draft_vocab_size: is {config.num_outputs}; allowed: the target's {vocab_size} or fewer")
     if LM_HEAD not in reader:
         if config.num_outputs != vocab_size:
             told = f"is {config.num_outputs}, and there is no {LM_HEAD}"
             raise WrongCheckpoint(f"draft_vocab_size: {told}; allowed: {vocab_size}")
         return reader.product(target.output), None
     output = reader.product(reader.tensor(shape, LM_HEAD))
-    if config.num_outputs >= vocab_size:
+    if config.num_outputs == vocab_size:
         return output, None
     ids = reader.tensor((config.num_outputs,), "d2t") + torch.arange(config.num_outputs, device=reader.device)
     check_ids("d2t", ids, vocab_size)
