@@ -28,7 +28,7 @@ from outrider.gateway.http.token_texts import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
 from outrider.rpc.generation_codec import decode_request, encode_delta
-from outrider.rpc.words.answer import TokenLogprob
+from outrider.rpc.words.answer import GenerationDelta, TokenLogprob, Usage
 from outrider.rpc.words.request import DRAFT_OPTIONS
 from outrider.rpc.words.sampling_params import PARAMETERS, AcceptanceRule
 from outrider.rpc.words.structured import StructuredOutput
@@ -41,6 +41,14 @@ async def grpc_ids(served: Gateway, **fields: Any) -> list[int]:
     async with Client(served.grpc_address) as client:
         parts = [part async for part in client.generate(token_ids=tuple(PROMPT), **fields)]
     return [token for part in parts for token in part.token_ids]
+
+
+def test_a_prompt_had_in_the_cache_what_the_completion_found_that_computed_it() -> None:
+    """Two prompts of three completions, which end in any order: whichever computed the prompt, the others found it."""
+    usage = serving.UsageSum()
+    for index, cached in ((2, 48), (4, 16), (0, 48), (3, 32), (1, 0), (5, 32)):
+        usage.add(GenerationDelta("x", index, usage=Usage(50, 7, cached)), 3)
+    assert (usage.prompt, usage.completion, usage.cached) == (100, 42, 16)
 
 
 async def test_equals_grpc_and_says_what_it_did() -> None:

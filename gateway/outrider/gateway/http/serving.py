@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -262,12 +262,18 @@ class UsageSum:
 
     prompt: int = 0
     completion: int = 0
-    cached: int = 0
     reasoning: int = 0
     predicted: tuple[int, int] | None = None  # tokens of a prediction in the answer, and not in it
+    cached_by_prompt: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of all prompts that the target's prefix cache had."""
+        return sum(self.cached_by_prompt.values())
 
     def add(self, delta: GenerationDelta, n: int) -> None:
-        """Counts a completion that ended; a prompt counts once, whatever its completions."""
+        """Counts a completion that ended; a prompt counts once, whatever its completions. What it had in the cache is
+        what the one found that computed it: the others found its own rows, too."""
         if delta.usage is None:
             return
         self.completion += delta.usage.completion_tokens
@@ -276,9 +282,10 @@ class UsageSum:
         if accepted or rejected:
             before = self.predicted or (0, 0)
             self.predicted = before[0] + accepted, before[1] + rejected
+        prompt, cached = delta.index // n, delta.usage.cached_tokens
+        self.cached_by_prompt[prompt] = min(cached, self.cached_by_prompt.get(prompt, cached))
         if delta.index % n == 0:
             self.prompt += delta.usage.prompt_tokens
-            self.cached += delta.usage.cached_tokens
 
     def shape(self) -> dict[str, Any]:
         """OpenAI's usage object."""
