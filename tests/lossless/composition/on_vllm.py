@@ -14,7 +14,7 @@ from lossless.composition.table import EXCLUSIONS as OURS
 from lossless.composition.table import FACTORS as ALL
 from lossless.composition.table import Exclusion, Row, covering
 
-HEADS = ("eagle", "eagle3", "p-eagle", "medusa", "mlp_speculator", "mtp")
+HEADS = ("eagle", "eagle3", "p-eagle", "medusa", "mlp_speculator", "mtp", "dflash", "dflash2", "dspark")
 OWN = {  # one value each, of what vLLM has its own ways of
     "weights": "16 bits", "kernels": "PyTorch", "blocks": "enough", "prompt": "at once",
 }  # fmt: skip
