@@ -1,14 +1,15 @@
 """What the library speculators computes of block drafters, as numbers that the tests compare with.
 
-Run by hand, in an environment that holds speculators 0.9.0 (`pip install --no-deps speculators==0.9.0`) beside torch
-and transformers. For each case it makes a tiny model of random weights and leaves in `reference/CASE`
+Run by hand, without arguments, in an environment that holds speculators 0.9.0 beside torch, transformers, pydantic and
+openai (`pip install --no-deps speculators==0.9.0`). For each case it makes a tiny model of random weights and leaves in
+`reference/CASE`
 
 * `config.json` and `model.safetensors`, as the library saves them,
 * `expected.safetensors`: `embeddings` and `output` of the target [vocab, hidden], `features` [positions, taps, hidden]
   and `tokens` [positions] of a text, `anchors` [blocks], the positions of the blocks' first tokens, and what the
   library makes of them: `hidden` [blocks, rows, hidden] behind the last norm; `logits` [blocks, rows, outputs], those
-  of DSpark with the bias of the text's own tokens; `confidence` [blocks, rows]; of DFlash2 `candidates` and `scores`
-  [blocks, rows, top_k], by the text's own tokens."""
+  of DSpark with the bias of the text's own tokens; `confidence` [blocks, rows], probabilities; of DFlash2 `candidates`
+  and `scores` [blocks, rows, top_k], by the text's own tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 HIDDEN, VOCAB, TAPS, POSITIONS = 16, 64, 3, 24
 ANCHORS = [5, 6, 9, 17]
-REDUCED = 40
+REDUCED, BLOCK = 40, 4
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "intermediate_size": 24, "vocab_size": VOCAB, "max_position_embeddings": 128, "rope_theta": 10_000.0,
@@ -76,11 +77,12 @@ def made(kind: str, own: dict[str, Any], layers: dict[str, Any]) -> Any:
 
     layer = Qwen3Config(**SIZES, **layers)
     layer._attn_implementation = "eager"
+    most_tokens = BLOCK if own.get("sample_from_anchor", kind == "dspark") else BLOCK - 1  # as the library trains
     config = config_type(
-        **{"draft_vocab_size": VOCAB, **own}, block_size=4, aux_hidden_state_layer_ids=[1, 2, 4], mask_token_id=3,
+        **{"draft_vocab_size": VOCAB, **own}, block_size=BLOCK, aux_hidden_state_layer_ids=[1, 2, 4], mask_token_id=3,
         transformer_layer_config=layer,
         speculators_config=SpeculatorsConfig(
-            algorithm=kind, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            algorithm=kind, proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=most_tokens)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path="", architectures=["Qwen3ForCausalLM"]),
         ),
@@ -98,7 +100,7 @@ def made(kind: str, own: dict[str, Any], layers: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def expected(model: Any, own: dict[str, Any]) -> dict[str, Tensor]:
+def expected(model: Any) -> dict[str, Tensor]:
     """What the model makes of a text, with blocks at the anchors."""
     features, tokens = torch.randn(POSITIONS, TAPS, HIDDEN), torch.randint(4, VOCAB, (POSITIONS,))
     loss_mask = torch.zeros(1, POSITIONS)
@@ -136,7 +138,7 @@ def main() -> None:
     for seed, (name, (kind, own, layers)) in enumerate(CASES.items()):
         torch.manual_seed(seed)
         folder, model = Path(__file__).parent / "reference" / name, made(kind, own, layers)
-        found = expected(model, own)
+        found = expected(model)
         model.save_pretrained(folder)
         (folder / "config.py").unlink()  # the library's code
         said = json.loads((folder / "config.json").read_text())
