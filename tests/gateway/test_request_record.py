@@ -15,7 +15,7 @@ from outrider.gateway.request_record import RequestObserver, RequestRecord
 from outrider.rpc.errors import NotFound, OutriderError, Unavailable
 from outrider.rpc.messages import DraftTokens
 from outrider.rpc.token_times import TokenTimes
-from outrider.rpc.words.answer import GenerationDelta
+from outrider.rpc.words.answer import GenerationDelta, Usage
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import SamplingParams
 
@@ -63,6 +63,13 @@ async def observed(
         pass
     assert engine.num_running == engine.admission.num_active == 0
     return every, own, deltas
+
+
+def test_what_was_cached_of_a_prompt_is_what_the_completion_found_that_computed_it() -> None:
+    record = RequestRecord(REQUEST)
+    for index, cached in ((1, 32), (0, 0), (2, 32)):
+        record.add(GenerationDelta("x", index, usage=Usage(40, 5, cached)))
+    assert record.num_cached == 0
 
 
 async def test_every_observer_reads_one_record() -> None:

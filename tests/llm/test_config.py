@@ -78,6 +78,10 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         ({"parallel_drafting": True}, "parallel_drafting is for draft models, not for method 'ngram'"),
         ({"method": "medusa", "model": "x", "parallel_drafting": True}, "for draft models, not for method 'medusa'"),
         ({"method": "eagle3", "model": "x", "quantization": "int8"}, "quantization='int8' is for draft models"),
+        (
+            {"method": "eagle3", "model": "x", "draft_confidence": 0.3},
+            "draft_confidence=0.3 is for draft models, and for",
+        ),
         ({"method": "eagle3", "model": "x", "use_heterogeneous_vocab": True}, "for draft models"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),

@@ -407,5 +407,7 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
             raise ValueError("rejection_sample_method='block' is for chains; speculative_token_tree is a tree")
         if self.use_heterogeneous_vocab and not self.drafts_by_model:
             raise ValueError("use_heterogeneous_vocab is for draft models")
+        if self.draft_confidence and self.head not in ("", "dspark"):
+            raise ValueError(f"draft_confidence={self.draft_confidence} is for draft models, and for method 'dspark'")
         if self.quantization is not None and not self.drafts_by_model:
             raise ValueError(f"quantization={self.quantization!r:.100} is for draft models")

@@ -136,7 +136,8 @@ class OutputBuilder:
         if self._steps is not None:
             completion.spec_decode_metrics = self._steps.add(delta)
         if delta.usage is not None:
-            output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.usage.cached_tokens)
+            cached, before = delta.usage.cached_tokens, output.num_cached_tokens
+            output.num_cached_tokens = cached if before is None else min(before, cached)  # as in an answer over HTTP
         if self._record is not None and delta.finish_reason is not None:
             output.metrics = RequestStateStats.of(self._record)
         output.finished = all(one.finished() for one in output.outputs)

@@ -50,7 +50,8 @@ class RequestRecord:
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason.name.lower())
         if delta.usage is not None:
-            self.num_cached = max(self.num_cached or 0, delta.usage.cached_tokens)
+            cached = delta.usage.cached_tokens  # the least is the completion's that computed what was not there
+            self.num_cached = cached if self.num_cached is None else min(self.num_cached, cached)
         if delta.speculation is not None:
             add_stats(self.tally, delta.speculation)
 

@@ -109,7 +109,7 @@ class Drawer:
     def adjusted(self, logits: Tensor, rows: Sequence[Drawing]) -> Tensor:  # [rows, vocab] -> the same
         """What may not be drawn by the rows' masks and bans has minus infinity, and penalties and biases are there."""
         plans = [row.sampling_rows() for row in rows]
-        return adjust_logits(logits.clone(), assemble(plans, logits.device, masks_of(plans, logits), for_argmax=True))
+        return adjust_logits(logits, assemble(plans, logits.device, masks_of(plans, logits), for_argmax=True))
 
     def prepare(self, draft_sampling: DraftSampling, first: int, end: int) -> bool:
         """Draws a sequence's random numbers of positions `first` to `end` - 1 while there is time; whether any were

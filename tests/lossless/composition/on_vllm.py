@@ -14,13 +14,16 @@ from lossless.composition.table import EXCLUSIONS as OURS
 from lossless.composition.table import FACTORS as ALL
 from lossless.composition.table import Exclusion, Row, covering
 
-HEADS = ("eagle", "eagle3", "p-eagle", "medusa", "mlp_speculator", "mtp", "dflash", "dflash2", "dspark")
+from outrider.proposers.registry import HEADS
+
 OWN = {  # one value each, of what vLLM has its own ways of
     "weights": "16 bits", "kernels": "PyTorch", "blocks": "enough", "prompt": "at once",
 }  # fmt: skip
 # Values that are left out, and why.
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
-    "method": dict.fromkeys(HEADS, "vLLM drafts by its own heads, without this project's scheduler")
+    "method": dict.fromkeys(
+        (*HEADS, "p-eagle", "dflash2"), "vLLM drafts by its own heads, without this project's scheduler"
+    )
     | {"draft tree": "vLLM verifies chains", "head tree": "vLLM verifies chains"}
     | {"self:int4": "the draft is our own engine's, and covered there"},
     "rule": {"coupled": "vLLM draws by noise of its own", "block": "vLLM judges token by token"},

@@ -162,7 +162,8 @@ class BlockHead:
 
 
 class ContextLayers:
-    """What all layers keep of the context: its keys and values are one product, whose rows are those of each layer."""
+    """What all layers keep of the context: its keys and values are one product, whose rows are those of each layer. So
+    the layers' weights for these are held twice, and a committed token costs no queries."""
 
     def __init__(self, config: DecoderConfig, reader: HeadReader) -> None:
         self._config = config
