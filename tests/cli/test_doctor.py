@@ -31,7 +31,7 @@ from outrider.cli.doctor import report
 from outrider.cli.probes import Given
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
-from outrider.rpc.messages import DraftInfo, DraftMethod, DraftVocabulary, Failure, TargetInfo
+from outrider.rpc.messages import DraftInfo, DraftMethod, DraftTrial, DraftVocabulary, Failure, TargetInfo
 from outrider.rpc.words.sampling_params import BASELINE
 
 VERSION = metadata.version("outrider")
@@ -255,6 +255,24 @@ async def test_a_target_that_drafts_itself_needs_no_draft() -> None:
     assert [one.check for one in found] == ["acceptance"] * 2
     seen, _ = await examined(Toys([target]))
     assert [(bool(probe.draft), probe.head) for probe in seen.pair_probes] == [(True, ""), (False, "eagle3")]
+
+
+async def test_what_a_trial_found_is_told() -> None:
+    """One that is no better than a guess is a problem, whether it drafts or not; a remark is a note."""
+    useless = DraftTrial("eagle3", (0.02, 0.0), guess=0.1, num_rounds=90, refused=True)
+    remarked = DraftTrial("dflash", (0.8, 0.7), guess=0.1, num_rounds=40, remark="the last token's row gives the first")
+
+    def having(*trials: DraftTrial) -> Toys:
+        target = a_target()
+        target.info = replace(target.info, trials=trials)
+        return Toys([target])
+
+    _, found = await examined(having(useless))
+    assert the_one(found).check == "trial" and "no better than a guess, and it is not used" in the_one(found).message
+    _, found = await examined(having(replace(useless, refused=False)))
+    assert "it drafts all the same" in the_one(found).message
+    _, found = await examined(having(remarked))
+    assert the_one(found, NOTE).message == "dflash: the last token's row gives the first"
 
 
 async def test_adapters_that_are_not_everywhere_are_noted_and_two_of_a_name_are_a_problem() -> None:

@@ -144,7 +144,15 @@ def test_ngram_needs_no_model_and_a_dead_draft_ends_nothing(tmp_path: Path) -> N
 def test_a_head_is_served_by_two_processes(tmp_path: Path) -> None:
     head = random_head_of(pair_path().target, "mlp_speculator", tmp_path / "head")
     with serving(
-        "--target.head", str(head), "--gateway.listen", "127.0.0.1:0", "--gateway.http", "127.0.0.1:0", cwd=tmp_path
+        "--target.head",
+        str(head),
+        "--target.head-trial",
+        "off",
+        "--gateway.listen",
+        "127.0.0.1:0",
+        "--gateway.http",
+        "127.0.0.1:0",
+        cwd=tmp_path,
     ) as (
         process,
         lines,

@@ -34,9 +34,25 @@ def prefix_hits(before: int, then: int) -> Series:
     return {LOOKED_UP: f"0+100x{HOURS + 60}", FOUND: f"0+{before}x{HOURS} {HOURS * before}+{then}x60"}
 
 
+def first_tokens(accepted: int, at_trial: float) -> Series:
+    """Of a hundred first tokens a minute, and what share was accepted at the trial."""
+    return {
+        'outrider_spec_decode_num_tested_tokens_per_pos_total{position="0"}': "0+100x90",
+        'outrider_spec_decode_num_accepted_tokens_per_pos_total{position="0"}': f"0+{accepted}x90",
+        'outrider_draft_trial_acceptance{method="eagle3", position="0"}': f"{at_trial}x90",
+        **rounds("chains"),
+    }
+
+
 # By alert: series with which it fires, at the minute given, with the labels given; and series with which it does not.
 FIRES: dict[str, tuple[Series, int, dict[str, str]]] = {
     "OutriderDraftDead": ({DRAFTED: "0+400x60", ACCEPTED: "0+8x60", **rounds("chains")}, 30, {}),
+    "OutriderAcceptanceFell": (first_tokens(20, 0.5), 60, {"position": "0"}),
+    "OutriderDraftRefused": (
+        {'outrider_draft_trial_refused{method="eagle3"}': "0x5 1x60"},
+        30,
+        {"method": "eagle3"},
+    ),
     "OutriderPrefixHitsDropped": (prefix_hits(80, 10), HOURS + 40, {}),
     "OutriderKernelsFallback": (
         {**replica("a"), **replica("b", kernels="torch-avx2")},
@@ -62,6 +78,8 @@ QUIET: dict[str, list[Series]] = {
         {DRAFTED: "0+400x60", ACCEPTED: "0+8x60", **rounds("off")},
         {DRAFTED: "0x60", ACCEPTED: "0x60", **rounds("off")},
     ],
+    "OutriderAcceptanceFell": [first_tokens(40, 0.5), first_tokens(20, 0.3)],
+    "OutriderDraftRefused": [{'outrider_draft_trial_refused{method="eagle3"}': "0x60"}],
     "OutriderPrefixHitsDropped": [prefix_hits(80, 70), prefix_hits(10, 80)],
     "OutriderKernelsFallback": [{**replica("a"), **replica("b", kernels="c-avx512")}],
     "OutriderQueueGrows": [

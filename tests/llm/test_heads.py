@@ -29,7 +29,7 @@ def head_of(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Ca
 def started(pair: TinyPair, head: Path | None, **options: Any) -> LLM:
     """Without a method: it follows from the folder."""
     given: dict[str, Any] = {"num_speculative_tokens": K, **options.pop("speculative", {})}
-    config = None if head is None else {"model": str(head), **given}
+    config = None if head is None else {"model": str(head), "draft_trial": "off", **given}
     return LLM(pair.target, batch_invariant=True, threads=1, speculative_config=config, **options)
 
 
@@ -142,7 +142,7 @@ def test_mtp_of_the_targets_own_checkpoint(tiny_pair: TinyPair, tmp_path: Path) 
     params = [SamplingParams(temperature=0, max_tokens=16), *[SamplingParams(seed=9, max_tokens=16)] * 2]
     with LLM(folder, batch_invariant=True, threads=1) as made:
         plain = ids_of(made.generate(prompts, params, **QUIET))
-    config: dict[str, Any] = {"method": "mimo_mtp"}
+    config: dict[str, Any] = {"method": "mimo_mtp", "draft_trial": "off"}
     for k in (None, 3):
         with pytest.warns(DeprecationWarning, match="an old name of 'mtp'"):
             made = LLM(
@@ -210,7 +210,7 @@ def test_memory_counts_the_head(tiny_pair: TinyPair, head_of: Callable[[str], Pa
 
 
 def test_a_configuration_may_be_an_object(tiny_pair: TinyPair, head_of: Callable[[str], Path]) -> None:
-    config = SpeculativeConfig(method="medusa", model=head_of("medusa"), num_speculative_tokens=2)
+    config = SpeculativeConfig(method="medusa", model=head_of("medusa"), num_speculative_tokens=2, draft_trial="warn")
     with LLM(tiny_pair.target, threads=1, speculative_config=config) as made:
         made.generate(prompts_of(1), SamplingParams(temperature=0, max_tokens=8), **QUIET)
         assert metrics_of(made)["num_drafts"].value > 0

@@ -14,5 +14,7 @@ for variable in [name for name in os.environ if name.startswith(("OUTRIDER_", "O
     if not variable.startswith("OUTRIDER_CI_"):  # how strict this run is
         del os.environ[variable]  # what the caller's shell sets is no part of a test
 
+os.environ["OUTRIDER_GATEWAY__DRAFT_TRIAL"] = "off"  # drafts of random weights are to draft; its own tests try them
+
 SEED = int(os.environ.get("TEST_SEED", "0"))
 START_S = 300.0  # until a service listens, where others keep the processor busy

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import save_tiny
+from support.models import save_tiny, tiny_hf_model
 from torch import Tensor
 
 from outrider.engine.loader import LoadedModel
@@ -123,6 +123,45 @@ def save_guess(folder: Path, hf: Any, seed: int = 0) -> Path:
     tensors = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors["fc.weight"][:, hidden:] += torch.eye(hidden)
     return save_head(folder, config, tensors)
+
+
+def forgetful_model(**options: Any) -> Any:
+    """A target whose layers add nothing: its next token's law is the last token's."""
+    hf = tiny_hf_model("llama", **options)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return hf
+
+
+def knowing_head(layout: str, folder: Path, hf: Any, loaded: LoadedModel) -> BlockHead:
+    """A head that says that law: DFlash of the first token alone, whose row has the token; DSpark of all, by a Markov
+    head that is the target's own, beside layers that add nothing."""
+    config, shapes = SHAPES[layout](hf.config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    norm, embeddings = hf.model.norm.weight.detach(), hf.get_input_embeddings().weight.detach()
+    if layout == "dspark":
+        tensors["norm.weight"].zero_()
+        tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(
+            embeddings, norm.shape, norm, hf.config.rms_norm_eps
+        )
+        tensors["markov_head.markov_w2.weight"] = hf.get_output_embeddings().weight.detach()
+        config |= {"markov_rank": norm.shape[0]}
+        for name in [name for name in tensors if name.startswith("confidence_head")]:
+            tensors.pop(name)
+    else:
+        tensors["norm.weight"] = norm
+        config["dflash_config"] |= {"sample_from_anchor": True}
+    config |= {"rms_norm_eps": hf.config.rms_norm_eps}
+    save_head(folder, config, tensors)
+    head = load_head(folder, target_weights(hf, loaded), loaded.model.dtype, torch.device("cpu"))
+    assert isinstance(head, BlockHead)
+    return head
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
-from support.heads import BLOCK_ROWS, SHAPES, random_head, save_head, target_weights
-from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+from support.heads import BLOCK_ROWS, forgetful_model, knowing_head, random_head
+from support.models import build_decoder, tiny_config, tiny_state
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.heads.block import BlockHead
-from outrider.proposers.heads.loading import load_head
 from outrider.rpc.messages import Credit, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service import block_drafts
@@ -34,43 +32,8 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def forgetful() -> tuple[Any, LoadedModel]:
-    """A target whose layers add nothing: its next token's law is the last token's."""
-    hf = tiny_hf_model("llama")
-    with torch.no_grad():
-        for layer in hf.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+    hf = forgetful_model()
     return hf, build_decoder(tiny_config("llama"), tiny_state(hf), batch_invariant=True)
-
-
-def knowing(layout: str, folder: Path, hf: Any, loaded: LoadedModel, cut: int = 0) -> BlockHead:
-    """A head that says that law: DFlash of the first token alone, whose row has the token; DSpark of all, by a Markov
-    head that is the target's own, beside layers that add nothing."""
-    config, shapes = SHAPES[layout](hf.config)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    norm, embeddings = hf.model.norm.weight.detach(), hf.get_input_embeddings().weight.detach()
-    if layout == "dspark":
-        tensors["norm.weight"].zero_()
-        tensors["markov_head.markov_w1.weight"] = torch.nn.functional.rms_norm(
-            embeddings, norm.shape, norm, hf.config.rms_norm_eps
-        )
-        tensors["markov_head.markov_w2.weight"] = hf.get_output_embeddings().weight.detach()
-        config |= {"markov_rank": norm.shape[0]}
-        for name in [name for name in tensors if name.startswith("confidence_head")]:
-            tensors.pop(name)
-    else:
-        tensors["norm.weight"] = norm
-        config["dflash_config"] |= {"sample_from_anchor": True}
-    config |= {"rms_norm_eps": hf.config.rms_norm_eps}
-    head = load_head(
-        save_head(folder, config, tensors), target_weights(hf, loaded), loaded.model.dtype, torch.device("cpu")
-    )
-    assert isinstance(head, BlockHead)
-    return head
 
 
 def prompt_of(seed: int, length: int = 20) -> list[int]:
@@ -88,7 +51,7 @@ def test_a_head_that_must_be_right_is(
     forgetful: Any, tmp_path: Path, layout: str, k: int, rule: str, num_blocks: int
 ) -> None:
     """Of three sequences at once, of which two begin alike, in chunks, with few blocks, too."""
-    head = knowing(layout, tmp_path, *forgetful)
+    head = knowing_head(layout, tmp_path, *forgetful)
     harness = TargetHarness.of(forgetful[1], head=head, num_blocks=num_blocks, max_rows=24)
     requests = [asked(number, head, 20 + 7 * number, **RULES[rule]) for number in (1, 2, 3)]
     for request in requests:

@@ -82,7 +82,7 @@ ABSENT = "{name!r} is not at {places}: its requests go to the others alone"  # o
 def diagnose(seen: Deployment, limits: Given) -> list[Finding]:
     """What was found wrong or worth knowing, problems first."""
     found = [*_of_each(seen), *_of_all(seen), *_pairs(seen), *_round_trips(seen, limits)]
-    found += [*_probes(seen, limits.min_acceptance), *_lossless(seen), *_not_looked_at(seen)]
+    found += [*_trials(seen), *_probes(seen, limits.min_acceptance), *_lossless(seen), *_not_looked_at(seen)]
     return sorted(dict.fromkeys(found), key=lambda one: one.level != PROBLEM)
 
 
@@ -183,6 +183,20 @@ def _way(target: ModelInfo, draft: DraftInfo) -> str:
             ways = f"{row.greedy}-level for greedy requests, {row.sampled}-level for sampled ones"
             return f"has {row.overlap:.1%} of the tokens of {target.name}, and drafts {ways}"
     return ""
+
+
+def _trials(seen: Deployment) -> Iterator[Finding]:
+    """What drafts were found to be worth when they met their targets."""
+    of_targets = {trial for peer in _answering(seen.targets) for trial in peer.info.trials}
+    for peer in (*_answering(seen.targets), *_answering(seen.gateways)):
+        for trial in (trial for trial in peer.info.trials if peer.kind == "target" or trial not in of_targets):
+            if trial.is_useless:
+                use = "it is not used" if trial.refused else "it drafts all the same"
+                why = "was it made for this target, and for these weights?"
+                message = f"{trial.method} is no better than a guess, and {use} ({trial}): {why}"
+                yield Finding(PROBLEM, "trial", str(peer), message)
+            if trial.remark:
+                yield Finding(NOTE, "trial", str(peer), f"{trial.method}: {trial.remark}")
 
 
 def _round_trips(seen: Deployment, limits: Given) -> Iterator[Finding]:

@@ -3,7 +3,6 @@ keeps of the drafted tokens is counted at each position of the window."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,8 @@ import torch
 from outrider.engine.models.base import UnsupportedModel
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
-from outrider.rpc.messages import Commit, Credit, Open, TargetEvent
-from outrider.rpc.servicer import Deliver
-from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.boot import limits_of, load, load_head, new_engine, new_runner
-from outrider.target_service.engine import TargetEngine
+from outrider.target_service.head_trial import completed
 from outrider.target_service.settings import TargetSettings
 
 PLACES = 16
@@ -60,7 +56,8 @@ def judge_head(
     prompts = list(_prompts(ids, min(CONTEXT, loaded.max_model_len - NUM_TOKENS)))
     found.num_places = len(prompts)
     for name, temperature in TEMPERATURES.items():
-        rounds = _rounds(engine, head.name, prompts, num_draft_tokens, temperature)
+        said = completed(engine, head.name, prompts, num_draft_tokens, NUM_TOKENS, temperature)
+        rounds = [commit for commit in said if commit.num_drafted]
         found.tallies[name] = SpeculationTally()
         for index, commit in enumerate(rounds):
             found.tallies[name].add(Round(index, commit, commit.num_drafted, 0.0, 0.0, 0))
@@ -73,20 +70,6 @@ def _prompts(ids: Sequence[int], context: int) -> list[Sequence[int]]:
     count = min(PLACES, len(ids))
     places = [len(ids) * number // count for number in range(1, count + 1)]
     return [ids[max(0, place - context) : place] for place in places]
-
-
-def _rounds(
-    engine: TargetEngine, method: str, prompts: Sequence[Sequence[int]], k: int, temperature: float
-) -> list[Commit]:
-    """The commits of verifications that had a draft."""
-    said: list[TargetEvent] = []
-    for number, prompt in enumerate(prompts, 1):
-        sampling = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True)
-        opened = Open(number, tuple(prompt), sampling, seed=number, method=method, acceptance=AcceptanceRule.REJECTION)
-        engine.handle(Deliver(1, [opened, Credit(number, len(prompt) + NUM_TOKENS, k)], said.append))
-    while engine.step(time.monotonic()) is not None:
-        continue
-    return [event for event in said if isinstance(event, Commit) and event.num_drafted]
 
 
 def describe_head(found: HeadAgreement) -> list[str]:

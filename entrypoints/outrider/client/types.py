@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.rpc.codec import ADAPTER, MODEL_INFO
+from outrider.rpc.codec import ADAPTER, DRAFT_TRIAL, MODEL_INFO
 from outrider.rpc.generation_codec import decode_delta as decode_response
-from outrider.rpc.messages import Adapter, ModelInfo
+from outrider.rpc.messages import Adapter, DraftTrial, ModelInfo
 from outrider.rpc.words.answer import GenerationDelta as Part
 from outrider.rpc.words.answer import MethodStats, SpeculationStats, ToolCallDelta, Usage
 from outrider.v1 import generation_pb2 as pb
@@ -34,6 +34,7 @@ class GatewayInfo:
     version: str = ""  # of the gateway; empty: it is older than the field
     adapters: tuple[Adapter, ...] = ()  # of the target's model, that a request may name
     media_types: tuple[str, ...] = ()  # of pictures that a request may have; empty: none
+    trials: tuple[DraftTrial, ...] = ()  # of the target's methods, and of drafts that it was tried with
 
 
 def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
@@ -46,4 +47,5 @@ def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
         version=answer.version,
         adapters=tuple(map(ADAPTER.decode, answer.adapters)),
         media_types=tuple(answer.media_types),
+        trials=tuple(map(DRAFT_TRIAL.decode, answer.trials)),
     )

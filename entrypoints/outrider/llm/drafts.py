@@ -4,6 +4,7 @@ target, or a model of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from outrider.proposers.registry import make_proposer, method_of, needs_model
 from outrider.rpc.pair import check_pair
 from outrider.rpc.words.request import SpeculationOptions, options_for_draft
 from outrider.rpc.words.sampling_params import AcceptanceRule
-from outrider.target_service.boot import load_head
+from outrider.target_service.boot import believed_head
 from outrider.target_service.engines import engine_of
+from outrider.target_service.head_trial import NO_HEAD, TriedHead
 from outrider.target_service.settings import TargetSettings
 
 
@@ -45,9 +47,9 @@ class PlainDecoding:
         """Arguments of vLLM's engine, which then drafts so itself."""
         return {}
 
-    def load_head(self, settings: TargetSettings, target: LoadedModel) -> AnyHead | None:
+    def load_head(self, settings: TargetSettings, target: LoadedModel) -> TriedHead:
         """What drafts beside the target's layers. Raises ValueError for another head than the one that was named."""
-        return None
+        return NO_HEAD
 
     def load(self, longest: int) -> None:
         """Loads what has weights of its own; the target takes sequences of up to `longest` tokens. Raises ValueError
@@ -118,25 +120,32 @@ class HeadDraft(Speculation):
     def of_target(self) -> dict[str, Any]:
         tree = None if self._speculation.tree is None else self._speculation.speculative_token_tree
         least = self._speculation.draft_confidence
-        return {"head": self._speculation.model, "speculative_token_tree": tree, "head_confidence": least}
+        return {
+            "head": self._speculation.model,
+            "head_trial": self._speculation.draft_trial,
+            "speculative_token_tree": tree,
+            "head_confidence": least,
+        }
 
     def of_vllm(self) -> dict[str, Any]:
         return {engine_of(VLLM).SPECULATIVE: vllms_own(self._speculation)}
 
-    def load_head(self, settings: TargetSettings, target: LoadedModel) -> AnyHead | None:
-        head, wanted = load_head(settings, target), self._speculation
-        if head is not None and head.name != wanted.head:
+    def load_head(self, settings: TargetSettings, target: LoadedModel) -> TriedHead:
+        self._require_length(target.max_model_len)
+        return believed_head(settings, target, partial(self._check_head, settings.head))
+
+    def _check_head(self, folder: Path | None, head: AnyHead) -> None:
+        wanted = self._speculation
+        if head.name != wanted.head:
             raise ValueError(
-                f"speculative_config['method'] is {wanted.head!r}, and {settings.head} holds a head of method "
+                f"speculative_config['method'] is {wanted.head!r}, and {folder} holds a head of method "
                 f"{head.name!r}; allowed: that one, or none"
             )
-        if head is not None and wanted.parallel_drafting and not drafts_in_one_pass(head):
+        if wanted.parallel_drafting and not drafts_in_one_pass(head):
             raise ValueError(
-                f"speculative_config['parallel_drafting'] is True, and the head in {settings.head} was not trained for "
+                f"speculative_config['parallel_drafting'] is True, and the head in {folder} was not trained for "
                 "it: its config.json has no parallel_drafting; allowed: False"
             )
-        self._require_length(target.max_model_len)
-        return head
 
 
 class ModelDraft(Speculation):

@@ -197,13 +197,13 @@ class _Start:
     def _ours(self, settings: TargetSettings, loaded: LoadedModel) -> LocalVerifier:
         """Beside the target's weights come the draft's, or the head's; both caches share what is left."""
         draft, loop = self.draft, self.runtime.loop
-        head = draft.load_head(settings, loaded)
+        tried = draft.load_head(settings, loaded)
         draft.load(loaded.max_model_len)
         if settings.num_blocks is None:
-            blocks = shared_blocks(self.arguments, self.device, loaded, draft.loaded, head)
+            blocks = shared_blocks(self.arguments, self.device, loaded, draft.loaded, tried.head)
             settings = settings.model_copy(update={"num_blocks": blocks})
         draft.reserve(settings.num_blocks)
-        return self.runtime.call(lambda: LocalTarget(settings, loaded, loop, head, self.arguments.tokenizer))
+        return self.runtime.call(lambda: LocalTarget(settings, loaded, loop, tried, self.arguments.tokenizer))
 
     def _vllm(self, settings: TargetSettings) -> LocalVerifier:
         """The draft's cache takes little: vLLM has taken its memory first."""

@@ -26,7 +26,6 @@ from outrider.engine.worker import DeviceStopped, DeviceWorker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.llm.engine_choice import VLLM
 from outrider.proposers.base import TokenProposer
-from outrider.proposers.heads.loading import AnyHead
 from outrider.rpc.errors import FailedPrecondition, Internal
 from outrider.rpc.messages import (
     Adapter,
@@ -57,6 +56,7 @@ from outrider.target_service.boot import (
 )
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.engines import engine_of
+from outrider.target_service.head_trial import NO_HEAD, TriedHead
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
 
@@ -237,13 +237,13 @@ class LocalTarget(LocalVerifier):
         settings: TargetSettings,
         loaded: LoadedModel,
         loop: asyncio.AbstractEventLoop,
-        head: AnyHead | None = None,
+        tried: TriedHead = NO_HEAD,
         tokenizer: Path | None = None,
     ) -> None:
-        """`head` drafts beside the model; `tokenizer` is the folder of what grammars are over, by default the
+        """The head drafts beside the model; `tokenizer` is the folder of what grammars are over, by default the
         model's."""
         super().__init__(loop)
-        self.longest = loaded.max_model_len
+        self.longest, head = loaded.max_model_len, tried.head
         runner = new_runner(settings, loaded, head)
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
@@ -257,7 +257,7 @@ class LocalTarget(LocalVerifier):
         self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
         self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
-        info = info_of(settings, loaded, limits, costs, head, capabilities=self.engine.capabilities)
+        info = info_of(settings, loaded, limits, costs, tried, capabilities=self.engine.capabilities)
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 

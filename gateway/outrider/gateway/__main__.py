@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from outrider.gateway.boot import GatewayParts, build_gateway, locate_tokenizer
 from outrider.gateway.peers.canary import Canary
 from outrider.gateway.peers.local_drafts import LocalDrafter
+from outrider.gateway.peers.remote import RemoteDrafts
 from outrider.gateway.processes import GatewayProcess
 from outrider.gateway.settings import GatewaySettings
 from outrider.rpc.errors import OutriderError
@@ -108,10 +109,12 @@ async def _serve_grpc(parts: GatewayParts, settings: GatewaySettings) -> None:
 def _tasks_beside(
     parts: GatewayParts, settings: GatewaySettings, process: GatewayProcess | None
 ) -> list[asyncio.Task[None]]:
-    """What goes on while it serves: reports to the supervisor, and the canary."""
+    """What goes on while it serves: reports to the supervisor, the canary, and trials of drafts."""
     tasks = [] if process is None else [asyncio.create_task(process.report(parts.server.health))]
     if settings.canary_s:
         tasks.append(asyncio.create_task(Canary(parts.targets, settings.canary_s).run()))
+    if parts.trials is not None and isinstance(parts.drafts, RemoteDrafts):
+        tasks.append(asyncio.create_task(parts.trials.run(parts.drafts)))
     return tasks
 
 

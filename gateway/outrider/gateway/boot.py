@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.gateway.auth import Tokens, caller_of
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
+from outrider.gateway.peers.draft_trials import DraftTrials
 from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
@@ -52,6 +53,7 @@ class GatewayParts:
     engine: GenerationEngine
     targets: RemoteTargets
     drafts: Drafter | None
+    trials: DraftTrials | None
     metrics: GatewayMetrics | None
     server: Server
     http: HttpServer | None
@@ -72,13 +74,18 @@ def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> 
     tokenizer.tool_parser = settings.tool_parser
     metrics = _new_metrics(settings)
     targets = _new_targets(settings, tokenizer, metrics)
-    drafts = _new_drafts(settings, tokenizer, targets, metrics)
+    trials = None
+    if settings.draft and not settings.local_methods and settings.draft_trial != "off":
+        trials = DraftTrials(targets, tokenizer.encode, settings.draft_trial)
+    drafts = _new_drafts(settings, tokenizer, targets, metrics, trials)
     engine = _new_engine(settings, tokenizer, targets, drafts, metrics)
+    if trials is not None:
+        engine.draft_trials = trials.found
     tls = ServerTls.of(settings)
     tokens = None if settings.tokens is None else Tokens(settings.tokens)
     server = _new_server(settings, engine, targets, tls, tokens, reuse_port=process is not None)
     http = _new_http(settings, engine, server, metrics, process, tls, tokens)
-    return GatewayParts(engine, targets, drafts, metrics, server, http)
+    return GatewayParts(engine, targets, drafts, trials, metrics, server, http)
 
 
 def locate_tokenizer(folder: Path) -> Path:
@@ -121,7 +128,11 @@ def _new_targets(settings: GatewaySettings, tokenizer: Tokenizer, metrics: Gatew
 
 
 def _new_drafts(
-    settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTargets, metrics: GatewayMetrics | None
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    targets: RemoteTargets,
+    metrics: GatewayMetrics | None,
+    trials: DraftTrials | None,
 ) -> Drafter | None:
     if not settings.draft:
         return None
@@ -132,6 +143,8 @@ def _new_drafts(
     def check(info: DraftInfo) -> None:
         if warning := check_pair(targets.info.model, info.model):
             log.warning("%s", warning)
+        if trials is not None:
+            trials.check(info)
 
     def offer(info: DraftInfo) -> TokenizerFile | None:
         return vocabulary_for(info, targets.info.model, tokenizer)

@@ -36,7 +36,7 @@ from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
-from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, to_failure
+from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, DraftTrial, to_failure
 from outrider.rpc.words.answer import GenerationDelta, Usage
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS, FinishReason
@@ -251,6 +251,7 @@ class GenerationEngine:
         self._retries = Retries(self.config.max_active)
         self._service_times = ServiceTimes()
         self.learned: Learned | None = None  # of the last pair
+        self.draft_trials: Callable[[], tuple[DraftTrial, ...]] = lambda: ()  # of drafts beside the present target
 
     @property
     def model_name(self) -> str:
@@ -266,6 +267,11 @@ class GenerationEngine:
         if model not in names:
             raise no_such_model(str(model), self.model_name, *names)
         return str(model)
+
+    @property
+    def trials(self) -> tuple[DraftTrial, ...]:
+        """What the target's heads, and drafts beside it, were found to be worth."""
+        return (*self.verifier.info.trials, *self.draft_trials())
 
     @property
     def media_types(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import Replica
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.planner.policy import Round
-from outrider.rpc.messages import Commit
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.messages import Commit, DraftTrial
 from outrider.rpc.metrics import (
     PARTS_S,
     PREFIX,
@@ -151,6 +152,19 @@ class GatewayMetrics(Metrics):
             by_replica = partial(_by_replica, engine, read)
             self.read_labelled(kind, f"replica_{name}", text, ("role", "address"), by_replica)
         self.registry.register(_ReplicaInfos(engine))
+        self.read_labelled(
+            GaugeMetricFamily,
+            "draft_trial_acceptance",
+            "Share of tested tokens that the target kept when it met the draft, by position",
+            ("method", "position"),
+            partial(_trial_acceptance, engine),
+        )
+        self.read_gauges(
+            "draft_trial_refused",
+            "1 where a draft or head is not used, since it is no better than a guess",
+            "method",
+            lambda: {method: float(trial.refused) for method, trial in _trials(engine).items()},
+        )
         if vllm_names:
             self.registry.register(VllmCollector(lambda: _state(engine)))
 
@@ -287,6 +301,24 @@ _OF_REPLICAS: tuple[tuple[ReadKind, str, str, Callable[[Replica[Any]], float]], 
 
 def _by_replica(engine: GenerationEngine, read: Callable[[Replica[Any]], float]) -> Samples:
     return [((role, replica.address), read(replica)) for role, replica in _replicas(engine)]
+
+
+def _trials(engine: GenerationEngine) -> dict[str, DraftTrial]:
+    """Of each method the worst one that was found."""
+    try:
+        found = engine.trials
+    except Unavailable:  # no target has answered yet
+        return {}
+    ordered = sorted(found, key=lambda trial: trial.tokens_per_round, reverse=True)
+    return {trial.method: trial for trial in ordered}
+
+
+def _trial_acceptance(engine: GenerationEngine) -> Samples:
+    return [
+        ((method, str(position)), share)
+        for method, trial in _trials(engine).items()
+        for position, share in enumerate(trial.accepted)
+    ]
 
 
 class _ReplicaInfos(Collector):

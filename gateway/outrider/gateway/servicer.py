@@ -17,7 +17,7 @@ from outrider.gateway.methods import offered
 from outrider.gateway.off_loop import written
 from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tools.use import MAX_TOOLS
-from outrider.rpc.codec import ADAPTER, MODEL_INFO
+from outrider.rpc.codec import ADAPTER, DRAFT_TRIAL, MODEL_INFO
 from outrider.rpc.errors import Violations
 from outrider.rpc.generation_codec import decode_request, encode_delta
 from outrider.rpc.interceptors import host_of
@@ -120,6 +120,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             version=metadata.version("outrider"),
             adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
             media_types=engine.media_types,
+            trials=map(DRAFT_TRIAL.encode, engine.trials),
         )
 
 

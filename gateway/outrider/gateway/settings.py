@@ -188,6 +188,11 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
     trust_traceparent: bool = Field(
         default=False, description="go on with a client's trace, and record what it says is recorded"
     )
+    draft_trial: Literal["refuse", "warn", "off"] = Field(
+        default="refuse",
+        description="what becomes of a draft's model of whose tokens the target keeps no more than of a guess, on "
+        "short texts when the two meet: it is not used, or is with a warning; off: it is not tried",
+    )
     canary_s: float = Field(
         default=0.0,
         ge=0,

@@ -34,8 +34,8 @@ from outrider.rpc.settings import parse_settings
 from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.words.structured import StructuredOutput
+from outrider.target_service.boot import believed_head
 from outrider.target_service.boot import load as load_target
-from outrider.target_service.boot import load_head
 from outrider.target_service.settings import TargetSettings
 
 PLAIN = "plain"
@@ -236,7 +236,7 @@ async def _target(services: Services, settings: ServeSettings, options: Options)
     if options.in_process:
         own = parse_settings(TargetSettings, arguments[1:], "target", "")
         loaded = load_target(own)
-        target = LocalTarget(own, loaded, asyncio.get_running_loop(), load_head(own, loaded))
+        target = LocalTarget(own, loaded, asyncio.get_running_loop(), believed_head(own, loaded))
         yield target
         await asyncio.to_thread(target.stop)
         return
@@ -253,7 +253,7 @@ def services_of(
     """What `outrider serve` would start for a method; `draft` is its model's or head's folder, where it is not the
     pair's draft."""
     of_draft: dict[str, object] = {"method": ",".join(method.parts)}
-    of_head = {"head": draft or None} if method.is_head else {}
+    of_head = {"head": draft or None, "head_trial": "off"} if method.is_head else {}  # it is measured here
     own = {"target": {**target, **of_head}, "draft": of_draft, "gateway": {"listen": LOOPBACK}}
     if not method.is_head:
         of_draft["model"] = draft or None

@@ -430,7 +430,7 @@ class GetGatewayInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetGatewayInfoResponse(_message.Message):
-    __slots__ = ("target", "draft", "num_draft_tokens", "methods", "version", "adapters", "media_types")
+    __slots__ = ("target", "draft", "num_draft_tokens", "methods", "version", "adapters", "media_types", "trials")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +438,7 @@ class GetGatewayInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TYPES_FIELD_NUMBER: _ClassVar[int]
+    TRIALS_FIELD_NUMBER: _ClassVar[int]
     target: ModelInfo
     draft: ModelInfo
     num_draft_tokens: int
@@ -445,7 +446,24 @@ class GetGatewayInfoResponse(_message.Message):
     version: str
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     media_types: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, target: _Optional[_Union[ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., media_types: _Optional[_Iterable[str]] = ...) -> None: ...
+    trials: _containers.RepeatedCompositeFieldContainer[DraftTrial]
+    def __init__(self, target: _Optional[_Union[ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., media_types: _Optional[_Iterable[str]] = ..., trials: _Optional[_Iterable[_Union[DraftTrial, _Mapping]]] = ...) -> None: ...
+
+class DraftTrial(_message.Message):
+    __slots__ = ("method", "accepted", "guess", "num_rounds", "refused", "remark")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    GUESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REMARK_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    accepted: _containers.RepeatedScalarFieldContainer[float]
+    guess: float
+    num_rounds: int
+    refused: bool
+    remark: str
+    def __init__(self, method: _Optional[str] = ..., accepted: _Optional[_Iterable[float]] = ..., guess: _Optional[float] = ..., num_rounds: _Optional[int] = ..., refused: bool = ..., remark: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "rank")

@@ -23,6 +23,7 @@ from outrider.rpc.messages import (
     DraftInfo,
     DraftMethod,
     DraftTokens,
+    DraftTrial,
     DraftVocabulary,
     Failure,
     FrameHeader,
@@ -215,6 +216,7 @@ DRAFT_INFO = by_fields(
     capabilities=_CAPABILITIES,
 )
 ADAPTER = by_fields(Adapter, generation_pb2.Adapter)
+DRAFT_TRIAL = by_fields(DraftTrial, generation_pb2.DraftTrial)
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)
 TARGET_INFO = by_fields(
     TargetInfo,
@@ -225,6 +227,7 @@ TARGET_INFO = by_fields(
     capabilities=_CAPABILITIES,
     methods=_METHODS,
     adapters=each(ADAPTER),
+    trials=each(DRAFT_TRIAL),
 )
 
 

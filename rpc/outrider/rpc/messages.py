@@ -311,6 +311,40 @@ class DraftMethod:
     step_costs: tuple[tuple[int, int], ...] = ()  # sequences and microseconds of a drafted token, as measured at start
 
 
+WORTH_HAVING = 0.5  # of first tokens kept: so much is no guess, however often the target says one token
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrial:
+    """What a draft was found to be worth when it was met: the target went on from short texts, greedily."""
+
+    method: str
+    accepted: tuple[float, ...] = ()  # shares of tested tokens that the target kept, by position in the window
+    guess: float = 0.0  # the share of its tokens that are the most frequent of them
+    num_rounds: int = 0
+    refused: bool = False  # it does not draft
+    remark: str = ""  # how its weights are read where that is open, or by which other reading they would be worth more
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether the target keeps no more of its first tokens than of one that always drafts the same."""
+        first = self.accepted[0] if self.accepted else 0.0
+        return first <= self.guess and first < WORTH_HAVING
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The target's own, and each drafted one if all before it are kept."""
+        total, survival = 1.0, 1.0
+        for share in self.accepted:
+            survival *= share
+            total += survival
+        return total
+
+    def __str__(self) -> str:
+        shares = " ".join(f"{share:.2f}" for share in self.accepted) or "none"
+        return f"{shares} by position, {self.tokens_per_round:.2f} tokens a round; a guess has {self.guess:.2f}"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
     """Another vocabulary that a draft drafts for: token by token, or by the text (`token`, `string`)."""
@@ -376,6 +410,7 @@ class TargetInfo:
     info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
     adapters: tuple[Adapter, ...] = ()  # that an Open may name
     machine: str = ""  # the same for services of one machine; empty: unknown
+    trials: tuple[DraftTrial, ...] = ()  # of the methods, and of those that were refused after it
 
     def digest_of(self, adapter: str) -> str | None:
         """What an Open of this adapter (empty: none) names as model_digest; None where it is not there."""

@@ -16,8 +16,9 @@ import torch
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.batch import StepLimits
-from outrider.engine.checkpoint import read_json, unheeded_rules
+from outrider.engine.checkpoint import read_config, read_json, unheeded_rules
 from outrider.engine.hidden_states import check_taps
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
 from outrider.engine.models.base import UnsupportedModel
@@ -25,8 +26,11 @@ from outrider.engine.profile import StepProfile
 from outrider.engine.quantized.choice import rounding_for
 from outrider.engine.worker import DeviceWorker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
+from outrider.planner.draft_trial import NUM_TOKENS, trial_prompts
 from outrider.proposers.heads import loading as heads
 from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.block_config import MOST_ROWS
+from outrider.proposers.heads.conventions import other_conventions
 from outrider.proposers.heads.head import bytes_beside_block
 from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.heads.target import target_weights
@@ -42,6 +46,7 @@ from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters,
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_drafter import check_tree
+from outrider.target_service.head_trial import NO_HEAD, HeadTrials, TriedHead
 from outrider.target_service.observed import stats_of
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
@@ -77,7 +82,8 @@ async def join(settings: TargetSettings) -> None:
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
     anybody can reach it."""
-    head, adapters = load_head(settings, loaded), load_adapters(settings, loaded)
+    tried, adapters = believed_head(settings, loaded), load_adapters(settings, loaded)
+    head = tried.head
     runner = new_runner(settings, loaded, head, adapters)
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
@@ -90,7 +96,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     thread.ended.add_done_callback(lambda _: engine.close())
     costs = thread.call(engine.profile).result()
     engine.parts += thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, head, adapters, engine.capabilities)
+    info = info_of(settings, loaded, limits, costs, tried, adapters, engine.capabilities)
     changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
     servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
     if changes is not None:
@@ -198,19 +204,72 @@ def load(settings: TargetSettings) -> LoadedModel:
     )
 
 
-def load_head(settings: TargetSettings, loaded: LoadedModel) -> AnyHead | None:
-    """What shall draft beside the model, if anything. Raises UnsupportedModel for what does not fit it."""
+def believed_head(
+    settings: TargetSettings, loaded: LoadedModel, check: Callable[[AnyHead], None] = lambda head: None
+) -> TriedHead:
+    """What shall draft beside the model, if anything, and what it was found to be worth, if it was tried: a target
+    without a tokenizer has no texts. Raises UnsupportedModel for what does not fit the model, and what `check`
+    raises."""
+    head, verdict = load_head(settings, loaded), settings.head_trial
+    if settings.head is None or head is None:
+        return NO_HEAD
+    check(head)
+    prompts = [] if verdict == "off" else _trial_prompts(settings.model, loaded)
+    if not prompts:
+        return TriedHead(head)
+    trials = HeadTrials(
+        prompts,
+        partial(_trial_engine, settings, loaded, prompts),
+        lambda changes: _required(load_head(settings, loaded, changes)),
+        settings.max_window,
+    )
+    return trials.judge(head, other_conventions(read_config(settings.head), head.taps), verdict)
+
+
+def _trial_prompts(folder: Path, loaded: LoadedModel) -> Sequence[tuple[int, ...]]:
+    if not has_tokenizer(folder):
+        return ()
+    backend = load_backend(folder)[0]
+    return trial_prompts(lambda text: backend.encode(text).ids, loaded.max_model_len)
+
+
+def _trial_engine(
+    settings: TargetSettings, loaded: LoadedModel, prompts: Sequence[Sequence[int]], head: AnyHead
+) -> TargetEngine:
+    """One that has room for the prompts and what comes behind them, and nothing else."""
+    longest = max(map(len, prompts)) + NUM_TOKENS + MOST_ROWS
+    changes: dict[str, Any] = {
+        "num_blocks": len(prompts) * (-(-longest // BLOCK_SIZE) + 1), "cuda_graphs": False, "cut_windows": False,
+        "speculative_token_tree": None, "adapter": [], "allow_adapter_changes": False,
+    }  # fmt: skip
+    own = settings.model_copy(update=changes)
+    runner = new_runner(own, loaded, head)
+    return new_engine(own, runner, limits_of(own, loaded, runner), head=head)
+
+
+def _required(head: AnyHead | None) -> AnyHead:
+    if head is None:
+        raise UnsupportedModel("head (--head): is not given; allowed: a head's folder")
+    return head
+
+
+def load_head(
+    settings: TargetSettings, loaded: LoadedModel, changes: Mapping[str, Any] | None = None
+) -> AnyHead | None:
+    """What shall draft beside the model, if anything, its config.json with these changes. Raises UnsupportedModel for
+    what does not fit it."""
     if settings.head is None:
         return None
     try:
         weights = target_weights(settings.model, loaded.model, settings.expand)
-        head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device)
+        head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device, changes)
         expect_confidence(head, settings.head_confidence)
         check_taps(head.taps, len(loaded.model.layers))
         check_tree(settings.tree, head, loaded.model.takes_trees)
     except ValueError as error:
         raise UnsupportedModel(f"head (--head {settings.head}) does not fit the model: {error}") from error
-    log.info("%s drafts beside the model, from layers %s", head.name, ", ".join(map(str, head.taps)))
+    if changes is None:
+        log.info("%s drafts beside the model, from layers %s", head.name, ", ".join(map(str, head.taps)))
     return head
 
 
@@ -272,7 +331,7 @@ def info_of(
     loaded: LoadedModel,
     limits: TargetLimits,
     step_costs: StepProfile = (),
-    head: AnyHead | None = None,
+    tried: TriedHead = NO_HEAD,
     adapters: Mapping[str, LoadedAdapter] | None = None,
     capabilities: Sequence[str] = (),  # beside what every target can
 ) -> TargetInfo:
@@ -280,7 +339,7 @@ def info_of(
     room = limits.num_blocks, limits.block_size
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
     invariant = replace(model, batch_invariant=loaded.model.batch_invariant)
-    methods = () if head is None else (method_of(head.name),)
+    methods = () if tried.head is None else (method_of(tried.head.name),)
     info = TargetInfo(
         invariant,
         limits.max_window,
@@ -289,5 +348,6 @@ def info_of(
         methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
         adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
         machine=this_machine(),
+        trials=() if tried.trial is None else (tried.trial,),
     )
     return replace(info, capabilities=(*info.capabilities, *capabilities))

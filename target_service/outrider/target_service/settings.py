@@ -24,7 +24,15 @@ from outrider.rpc.settings import (
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS
 
 # No engine but ours has them.
-OWN_ONLY = ("head", "head_confidence", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
+OWN_ONLY = (
+    "head",
+    "head_confidence",
+    "head_trial",
+    "speculative_token_tree",
+    "batch_invariant",
+    "expand",
+    "max_forced_tokens",
+)
 # vLLM's engine arguments that follow from the adapters' flags.
 ADAPTER_ARGUMENTS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "default_mm_loras",
@@ -104,6 +112,11 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         le=1,
         description="a dspark head drafts no token that it holds less likely to be taken than this, if those before it "
         "are, and none behind it; 0: as many as are asked for",
+    )
+    head_trial: Literal["refuse", "warn", "off"] = Field(
+        "refuse",
+        description="what becomes of a head of whose drafts the target keeps no more than of a guess, on short texts "
+        "at the start: it is not used, or is with a warning; off: it is not tried",
     )
     speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
         None,

@@ -59,12 +59,12 @@ class Checkpoints:
             "self:int4": {"model": "self:int4"},
             "in turn": {"model": self.draft, "method": "prediction,suffix,draft_model"},
             "draft tree": {"model": self.draft, "method": "draft_model", "speculative_token_tree": TREE},
-            "head tree": {"model": self.heads["eagle"], "speculative_token_tree": TREE},
+            "head tree": {"model": self.heads["eagle"], "speculative_token_tree": TREE, "draft_trial": "off"},
         }
         if method == "none":
             return None
         if method in self.heads:
-            return {"model": str(self.heads[method]), "num_speculative_tokens": MOST}
+            return {"model": str(self.heads[method]), "num_speculative_tokens": MOST, "draft_trial": "off"}
         given = {name: str(value) if isinstance(value, Path) else value for name, value in by_method[method].items()}
         return given if "speculative_token_tree" in given else given | {"num_speculative_tokens": MOST}
 

@@ -486,14 +486,17 @@ class ReplicaPool(Generic[Info]):
     async def wait_usable(self) -> None:
         """Waits until a replica takes new sequences."""
         while not self.usable:
-            self._change.clear()
-            await self._change.wait()
+            await self.wait_change()
+
+    async def wait_change(self) -> None:
+        """Waits until any of them comes, goes, or says something new of itself."""
+        self._change.clear()
+        await self._change.wait()
 
     async def wait_admitted(self) -> FailedPrecondition | None:
         """Waits until a replica takes new sequences, or every one has answered and is refused; returns why."""
         while not self.usable and self.refusal is None:
-            self._change.clear()
-            await self._change.wait()
+            await self.wait_change()
         return self.refusal
 
     async def wait_attempted(self) -> FailedPrecondition | None:

@@ -67,9 +67,15 @@ HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], AnyHead]] = {
 }
 
 
-def load_head(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> AnyHead:
+def load_head(
+    folder: Path,
+    target: TargetWeights,
+    dtype: torch.dtype,
+    device: torch.device,
+    changes: Config | None = None,  # of its config.json, as a convention has them
+) -> AnyHead:
     """Loads a head for a target. Raises UnsupportedModel (WrongCheckpoint) with the reason."""
-    config = checkpoint.read_config(folder)
+    config = {**checkpoint.read_config(folder), **(changes or {})}
     checkpoint.tell_left_aside(folder, lone=True)
     state = checkpoint.read_tensors(checkpoint.weight_files(folder, lone=True))
     method = head_of(config, state.keys())
