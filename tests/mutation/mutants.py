@@ -52,6 +52,7 @@ DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
 LOCAL_DRAFTS = "gateway/outrider/gateway/peers/local_drafts.py"
 HEAD_LINES = "target_service/outrider/target_service/head_lines.py"
 BLOCK_DRAFTS = "target_service/outrider/target_service/block_drafts.py"
+HEAD_TRIAL = "target_service/outrider/target_service/head_trial.py"
 FORCED = "target_service/outrider/target_service/forced.py"
 GATEWAY = "gateway/outrider/gateway/engine.py"
 PHILOX = "kernels/outrider/kernels/random/reference.py"
@@ -377,6 +378,12 @@ MUTANTS = (
     Mutant(BLOCK_DRAFTS, "tests/target_service/test_block_drafts.py::test_a_head_that_must_be_right_is",
            "before = torch.tensor([line.last_id for line in rows], device=device)",
            "before = torch.tensor([line.target.sequence.tokens[-1] for line in rows], device=device)"),
+    Mutant(HEAD_TRIAL, "tests/target_service/test_head_trial.py::test_what_they_say_stands_and_better_is_named",
+           "if convention.is_open:\n                best",
+           "if True:\n                best"),
+    Mutant(HEAD_TRIAL, "tests/target_service/test_head_trial.py::test_one_that_knows_nothing_does_not_draft",
+           "if not trial.is_useless:",
+           "if trial.num_rounds:"),
     Mutant(GATEWAY, "tests/lossless/test_scenarios_stream.py::test_scenario_23_usage_counts_what_was_streamed",
            "self._num_returned += cut.num_ids",
            "self._num_returned += len(commit.ids)"),
