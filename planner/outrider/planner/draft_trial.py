@@ -12,7 +12,7 @@ from itertools import chain
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.rpc.messages import Commit, DraftTrial
 
-NUM_TOKENS = 20  # generated behind each text
+NUM_TOKENS = 16  # generated behind each text
 MOST_DRAFTED = 7  # tokens of a window
 MOST_CONTEXT = 96  # tokens of a text that are read
 # Of the kinds that models meet, each long enough to be in the middle of something.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
@@ -330,6 +330,10 @@ class DraftTrial:
         """Whether the target keeps no more of its first tokens than of one that always drafts the same."""
         first = self.accepted[0] if self.accepted else 0.0
         return first <= self.guess and first < WORTH_HAVING
+
+    def within(self, num_drafted: int) -> DraftTrial:
+        """The same of shorter windows."""
+        return replace(self, accepted=self.accepted[:num_drafted])
 
     @property
     def tokens_per_round(self) -> float:

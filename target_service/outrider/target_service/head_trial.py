@@ -20,6 +20,7 @@ from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.engine import TargetEngine
 
 BETTER = 1.1  # times the tokens a round: less may be chance
+FEW = 2  # tokens of a window tell one convention from another, at a third of a long one's rows
 
 Verdict = Literal["refuse", "warn", "off"]
 log = logging.getLogger(__name__)
@@ -53,18 +54,18 @@ class HeadTrials:
             if is_worth_having and not convention.is_open:
                 continue
             other = self._read_by(convention)
-            found = None if other is None else self.run(other)
-            if other is None or found is None or found.tokens_per_round <= BETTER * trial.tokens_per_round:
+            found = None if other is None else self.run(other, FEW)
+            if other is None or found is None or found.tokens_per_round <= BETTER * trial.within(FEW).tokens_per_round:
                 continue
             if convention.is_open:
-                best, trial, hint = other, found, f"{convention.name}, which its files do not say"
+                best, trial, hint = other, self.run(other), f"{convention.name}, which its files do not say"
             elif not hint:
                 hint = f"its files say otherwise, but if {convention.name}, {found}"
         return _judged(best, replace(trial, remark=hint), verdict)
 
-    def run(self, head: AnyHead) -> DraftTrial:
+    def run(self, head: AnyHead, most_drafted: int = MOST_DRAFTED) -> DraftTrial:
         """What the target keeps of a head's drafts."""
-        num_drafted = min(MOST_DRAFTED, self.max_window, head.most_tokens)
+        num_drafted = min(most_drafted, self.max_window, head.most_tokens)
         return judge_trial(
             head.name, completed(self.engine_for(head), head.name, self.prompts, num_drafted, NUM_TOKENS)
         )
