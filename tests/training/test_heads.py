@@ -39,6 +39,7 @@ from outrider.training.heads import (
     new_head,
     spread,
 )
+from outrider.training.parallel import acceptance, window_loss
 from outrider.training.teacher import Teacher
 from outrider.training.train_command import main
 
@@ -59,8 +60,8 @@ def exported(folder: Path, target: Path) -> tuple[AnyHead, LoadedModel]:
 
 
 def drafted(head: AnyHead, ids: Sequence[int], features: Tensor, end: int, num_tokens: int) -> Tensor:
-    """[tokens, vocabulary]: what it gives after the place `end` when it drafts the text itself; features: [length,
-    taps, hidden]."""
+    """[tokens, vocabulary]: what it gives after the place `end` when it drafts the text itself, and behind that how
+    sure it is, if it tells; features: [length, taps, hidden]."""
     blocks = range(len(ids) // 16 + 1)
     cache = KVCache.allocate(head.layers, len(blocks), torch.float32, "cpu", 16)
     rows = BatchEntry(ids[1 : end + 1], 1, blocks, 1)
@@ -69,7 +70,10 @@ def drafted(head: AnyHead, ids: Sequence[int], features: Tensor, end: int, num_t
         block = BatchEntry([ids[end], *[MASK] * (head.rows - 1)], end + 1, blocks, head.most_tokens)
         guess = head.draft(build_batch([block], 16), cache)
         before = torch.tensor(ids[end : end + num_tokens])
-        return head.at(guess, BlockChains(torch.arange(num_tokens), before, None, lambda logits: logits))[0]
+        chains = BlockChains(torch.arange(num_tokens), before, None, lambda logits: logits)
+        sure = head.confidence(guess, chains)
+        logits = head.at(guess, chains)[0]
+        return logits if sure is None else torch.cat([logits, sure[:, None]], dim=-1)
     logits, state = head.first(build_batch([rows], 16), features[:end], cache)
     found = [logits]
     for depth in range(1, num_tokens):
@@ -101,7 +105,11 @@ def test_what_was_trained_is_what_drafts(
     features = torch.randn(2, LENGTH, len(module.taps), hidden, generator=generator)
     ends = torch.tensor([1, 9, 17])
     says = module.language_head
-    expected = says.logits(module(ids, features, ends, plan.depth)).detach()  # [2, 3, tokens, outputs]
+    states = module(ids, features, ends, plan.depth)
+    expected = says.logits(states).detach()  # [2, 3, tokens, outputs]
+    if module.sureness is not None:
+        assert method == "dspark"
+        expected = torch.cat([expected, module.sureness(states).sigmoid()[..., None]], dim=-1)
     for window in range(2):
         for index, end in enumerate(ends.tolist()):
             found = drafted(head, ids[window].tolist(), features[window], end, plan.depth)
@@ -194,6 +202,34 @@ def test_a_longer_run_learns(target: Path, corpus: Path, tmp_path: Path, method:
 LEARNT: dict[HeadMethod, float] = {  # over four steps
     "eagle3": 0.8, "medusa": 0.04, "mlp": 0.2, "mtp": 0.2, "dflash": 0.2, "dspark": 0.2
 }  # fmt: skip
+
+
+def test_a_confidence_head_learns_what_is_accepted(target: Path, corpus: Path, tmp_path: Path) -> None:
+    """From half, with which it begins, to each place's own share; what the head says learns nothing by it."""
+    loaded = load_model(target)
+    plan = plan_of("dspark", target, corpus, tmp_path / "head")
+    _, module = new_head(plan, HeadTarget.read(target, loaded), torch.arange(VOCAB))
+    prompts = torch.randint(3, VOCAB, (6, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    lesson = next(Teacher(loaded, LENGTH, module.taps).lessons("", prompts, None))
+    places = torch.tensor([2, 9])[:, None] + torch.arange(plan.depth)
+    states = module(lesson.ids[:, :-1], lesson.features.float().clone(), places[:, 0], plan.depth)
+    given = lesson, places, module.language_head, states, DistillWeights()
+    accepted = acceptance(*given[:4], greedy=False)  # [windows, ends, tokens]
+    own = {name: weight for name, weight in module.named_parameters() if not name.startswith("confidence_head.")}
+    alone, beside = (
+        torch.autograd.grad(window_loss(*given, sureness), list(own.values()), retain_graph=True, allow_unused=True)
+        for sureness in (None, module.sureness)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True) if one is not None)
+
+    assert module.sureness is not None and bool((module.sureness(states).sigmoid() == 0.5).all())
+    told = list(module.get_submodule("confidence_head").parameters())
+    optimizer, held = torch.optim.Adam(told, lr=0.02), states.detach()
+    for _ in range(400):
+        optimizer.zero_grad()
+        window_loss(*given[:3], held, DistillWeights(), module.sureness).backward()
+        optimizer.step()
+    assert bool((module.sureness(held).sigmoid() - accepted).abs().mean() < 0.02)
 
 
 def test_the_likeliest_tokens() -> None:

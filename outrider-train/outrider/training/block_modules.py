@@ -96,7 +96,8 @@ class DFlashModule(HeadModule):
 
 
 class DSparkModule(DFlashModule):
-    """With a Markov head of the first order, which learns behind the text's own tokens."""
+    """With a Markov head of the first order, which learns behind the text's own tokens, and one that tells how likely
+    each token is accepted, by the token before."""
 
     anchor_first = True
 
@@ -105,6 +106,10 @@ class DSparkModule(DFlashModule):
         vocab_size, rank = len(target.output), int(config["markov_rank"])
         rows, bias = nn.Embedding(vocab_size, rank), nn.Linear(rank, vocab_size, bias=False)
         self.markov_head = nn.ModuleDict({"markov_w1": rows, "markov_w2": bias})
+        told = nn.Linear(target.output.shape[1] + rank, 1)
+        self.confidence_head = nn.ModuleDict({"proj": told})
+        # It learns to tell what the rest is worth, and does not change that.
+        self.sureness = lambda states: told(states.detach().float()).squeeze(-1)
 
     def behind(self, hidden: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
         """With the rows of the tokens before, [windows, blocks, tokens, hidden + rank]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class HeadModule(nn.Module, ABC):
     """A head with gradients."""
 
     most_tokens: int | None = None  # of a chain; None: as many as are wanted
+    sureness: Callable[[Tensor], Tensor] | None = None  # of what `language_head` takes, [..., hidden] -> [...]: the
+    # logit of how likely what it says is accepted, if those before are
 
     def __init__(self, taps: tuple[int, ...], target: TargetWeights) -> None:
         super().__init__()

@@ -64,6 +64,7 @@ NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp
 TAPPED = ("eagle3", "dflash", "dspark")  # read several of the target's layers
 BLOCK_LAYERS = 2
 MARKOV_RANK = 256  # at most; never more than the hidden size
+WRITES = "o_proj.weight", "down_proj.weight", "markov_w2.weight"  # to what a head says
 MOST_SPREAD = 4.0  # of the logits of a head's first states, as a standard deviation
 NUM_ENDS = 96  # places of a window after which a step drafts
 SMALL_VOCAB = 8192  # outputs of an eagle3 that is to be small
@@ -265,8 +266,10 @@ def _block_fields(plan: HeadPlan, config: Mapping[str, Any], target: TargetWeigh
             "sample_from_anchor": is_dspark,
         },
     }
-    markov = {"markov_rank": min(MARKOV_RANK, hidden), "markov_head_type": "vanilla", "enable_confidence_head": False}
-    return fields | markov if is_dspark else fields
+    if is_dspark:
+        fields |= {"markov_rank": min(MARKOV_RANK, hidden), "markov_head_type": "vanilla"}
+        fields |= {"confidence_head_with_markov": True}
+    return fields
 
 
 @torch.no_grad()
@@ -276,9 +279,7 @@ def randomised_head(head: HeadModule, target: HeadTarget, seed: int = 0) -> Head
     does: a head that begins with certainties unlearns them first."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(head.named_parameters()):
-        if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", ".bias")) or name.startswith(
-            "blocks."
-        ):
+        if name.endswith((*WRITES, ".bias")) or name.startswith(("blocks.", "confidence_head.")):
             weight.zero_()
         elif name == "lm_head.weight":
             weight.copy_(target.weights.output[getattr(head, "_ids", None) if hasattr(head, "d2t") else slice(None)])
@@ -314,7 +315,8 @@ def head_loss(head: HeadModule, num_tokens: int, num_ends: int = NUM_ENDS) -> Ca
         ends = chosen_ends(lesson, num_tokens, num_ends, first=1)
         with bfloat16_products():
             states = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
-        return window_loss(lesson, ends[:, None] + torch.arange(num_tokens), says, states, DistillWeights())
+        places = ends[:, None] + torch.arange(num_tokens)
+        return window_loss(lesson, places, says, states, DistillWeights(), head.sureness)
 
     return loss
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -98,9 +99,16 @@ def parallel_loss(
     return loss
 
 
-def window_loss(lesson: Lesson, places: Tensor, head: LanguageHead, states: Tensor, weights: DistillWeights) -> Tensor:
+def window_loss(
+    lesson: Lesson,
+    places: Tensor,
+    head: LanguageHead,
+    states: Tensor,
+    weights: DistillWeights,
+    sureness: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """How far what was drafted after the places, [ends, tokens], is from the target; states: [windows, ends, tokens,
-    hidden], of which `head` says what."""
+    hidden], of which `head` says what, and `sureness` the logit of how likely it is accepted, if the head tells."""
     following = lesson.ids[:, 1:][:, places]  # [windows, ends, tokens]
     ids = torch.cat([lesson.top_ids[:, places], following[..., None]], dim=-1)
     with bfloat16_products():
@@ -109,6 +117,9 @@ def window_loss(lesson: Lesson, places: Tensor, head: LanguageHead, states: Tens
     with torch.no_grad():
         before = torch.cat([torch.ones_like(overlap[..., :1]), overlap[..., :-1]], dim=-1)
         reached = before.cumprod(-1).clamp_min(LEAST_REACHED)  # [windows, ends, tokens]
+    if sureness is not None:
+        accepted = overlap.detach().clamp(0.0, 1.0)
+        each = each + F.binary_cross_entropy_with_logits(sureness(states), accepted, reduction="none")
     return (reached * each).sum(-1).mean()
 
 
