@@ -15,11 +15,13 @@ from support.models import build_decoder, tiny_config, tiny_state
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.draft_rows import DraftedToken
+from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import BlockHead
-from outrider.rpc.messages import Credit, Open
+from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule
-from outrider.target_service import block_drafts
+from outrider.target_service import block_drafts, head_drafter
 from outrider.target_service.boot import expect_confidence
+from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.head_lines import HeadLine
 
 RULES: dict[str, dict[str, Any]] = {
@@ -108,6 +110,50 @@ def test_where_a_chain_ends_follows_from_what_stands_before(
         harness.run()
     assert all(len(how) == 1 for how in ended.values())
     assert rule == "greedy" or ({True, False} == set.union(*ended.values()) and len(ended) > 40)
+
+
+@pytest.mark.parametrize("layout", ["dflash", "p-eagle"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_hangs_on_nothing_drawn_is_drawn_at_once(
+    layout: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by itself, token for token and weight for weight, also beside a sequence whose penalties count its tokens."""
+    hf, loaded = tiny_model()
+    head = random_head(layout, tmp_path, hf, loaded)
+    penalised = RULES[rule] | {"presence_penalty": 0.7}
+
+    def drawn(at_once: bool, *samplings: dict[str, Any]) -> tuple[list[DraftTokens], int]:
+        held: list[DraftTokens] = []
+        calls: list[int] = []
+        draw, hold = Drawer.draw, HeadDrafter._hold
+
+        def counted(drawer: Drawer, logits: Any, rows: Any) -> Any:
+            calls.append(len(rows))
+            return draw(drawer, logits, rows)
+
+        def noted(drafter: HeadDrafter, line: HeadLine, draft_us: int) -> None:
+            held.append(line.piece())
+            hold(drafter, line, draft_us)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Drawer, "draw", counted)
+            patch.setattr(HeadDrafter, "_hold", noted)
+            if not at_once:
+                for module in (block_drafts, head_drafter):
+                    patch.setattr(module, "apart", lambda lines: ([], list(lines)))
+            harness = TargetHarness.of(loaded, head=head)
+            for number, sampling in enumerate(samplings, 1):
+                opened_one = opened(
+                    number, prompt_of(number), **{"method": head.name, "seed": number, "max_tokens": 24, **sampling}
+                )
+                harness.send(opened_one, Credit(number, 1 << 20, 4))
+            harness.run()
+        return held, len(calls)
+
+    (both, _), (one_by_one, _) = (drawn(at_once, RULES[rule], penalised) for at_once in (True, False))
+    assert both == one_by_one and any(len(piece.ids) == 4 for piece in both)
+    alone, num_calls = drawn(True, RULES[rule])
+    assert num_calls == len([piece for piece in alone if piece.ids])
 
 
 def test_a_block_has_its_rows_whatever_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

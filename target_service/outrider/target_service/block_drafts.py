@@ -15,7 +15,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.staging import index_on
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import MASK, BlockChains, BlockGuess, BlockHead
-from outrider.target_service.head_lines import HeadLine
+from outrider.target_service.head_lines import HeadLine, Offset, apart, draw_at_once
 
 
 def fit_block(head: BlockHead, count: int, room: int) -> tuple[int, int]:
@@ -54,9 +54,19 @@ def _entry(line: HeadLine, rows: int) -> BatchEntry:
 
 
 def _draw(head: BlockHead, guess: BlockGuess, lines: Sequence[HeadLine], drawer: Drawer) -> None:
-    device = guess.logits.device
-    offsets = list(accumulate((line.count for line in lines), initial=0))
-    going, memory = list(zip(lines, offsets, strict=False)), None
+    """Place after place, but for lines of which nothing hangs on the tokens before."""
+    offsets = accumulate((line.count for line in lines), initial=0)
+    going = list(zip(lines, offsets, strict=False))
+    free, going = apart(going) if head.is_independent else ([], going)
+    if free:
+        rows = [offset + place for line, offset in free for place in range(line.count)]
+        logits = head.of_target(guess.logits[index_on(rows, guess.logits.device)])
+        draw_at_once([line for line, _ in free], logits, drawer)
+    _draw_in_turn(head, guess, going, drawer)
+
+
+def _draw_in_turn(head: BlockHead, guess: BlockGuess, going: list[Offset], drawer: Drawer) -> None:
+    device, memory = guess.logits.device, None
     while going:
         rows = [line for line, _ in going]
         places = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)

@@ -39,7 +39,7 @@ from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.proposers.tree import GrowingTree, grow
 from outrider.target_service.block_drafts import draft_blocks, fit_block
-from outrider.target_service.head_lines import HeadLine, WaitingRows
+from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.parts import EnginePart
 from outrider.target_service.scheduler import ScheduledSequence
@@ -374,6 +374,10 @@ class HeadDrafter(EnginePart):
         logits, _ = head.first(batch, features, self._cache)  # [tokens of all lines, vocab]
         offsets = accumulate((line.count for line in lines), initial=0)
         going = [(line, offset) for line, offset in zip(lines, offsets, strict=False) if line.count]
+        free, going = apart(going)
+        places = [offset + place for line, offset in free for place in range(line.count)]
+        if free:
+            draw_at_once([line for line, _ in free], logits[index_on(places, device)], self._drawer)
         while going:
             rows = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)
             drawn = self._drawer.draw(logits[rows], [line for line, _ in going])

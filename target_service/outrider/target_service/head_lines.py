@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.random import RandomAhead, RandomRange
-from outrider.engine.sampler import SamplingRows, SequenceSampler
+from outrider.engine.sampler import SamplingRows, SequenceSampler, is_numeric_only
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
+from outrider.proposers.drawing import Drawer
 from outrider.proposers.tree import Fork, GrowingTree
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.scheduler import ScheduledSequence
@@ -151,6 +155,52 @@ class HeadLine:
         weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in self.drawn)
         weights = weights if any(entry is not None for entry in weights) else ()
         return DraftTokens(sequence_id, self.number, self.length, ids, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlace:
+    """A token of a line that hangs on none of those before it, of a sampler that counts none: all of a line can be
+    drawn at once, each with the random numbers of its own position."""
+
+    line: HeadLine
+    offset: int  # tokens of the line before it
+
+    num_top_tokens = 0
+    wants_confidence = False
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """How it is drawn."""
+        return self.line.draft_sampling
+
+    def span(self) -> RandomRange:
+        """Where its random numbers are."""
+        first = self.line.span()
+        return replace(first, first=first.first + self.offset)
+
+    def sampling_rows(self) -> SamplingRows:
+        """As the line's first."""
+        return self.line.sampling_rows()
+
+
+Offset = tuple[HeadLine, int]  # a line, and its first row
+
+
+def apart(lines: Sequence[Offset]) -> tuple[list[Offset], list[Offset]]:
+    """Those whose samplers count no tokens, and the others."""
+    free = [is_numeric_only(line.sampler) for line, _ in lines]
+    return list(compress(lines, free)), list(compress(lines, map(not_, free)))
+
+
+def draw_at_once(lines: Sequence[HeadLine], logits: Tensor, drawer: Drawer) -> None:
+    """All tokens of lines whose places are independent of one another; [tokens of all lines, vocab]."""
+    places = [LinePlace(line, offset) for line in lines for offset in range(line.count)]
+    drawn = iter(drawer.draw(logits, places))
+    for line in lines:
+        tokens = [next(drawn) for _ in range(line.count)]
+        for token in tokens:
+            if not line.take(token):
+                break
 
 
 def _alone(token_id: int) -> BatchEntry:

@@ -61,6 +61,7 @@ class BlockHead:
 
     name = "dflash"
     anchor_first = False  # where the checkpoint does not say
+    is_independent = True  # a place's law hangs on no token drawn before it
     least_confidence = 0.0  # a chain ends before a token that is less likely to be taken; 0: it does not
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:

@@ -23,6 +23,8 @@ MOST_CANDIDATES = 1024
 class DFlash2Head(BlockHead):
     """Its places follow one another: a place's law has the candidates alone, and hangs on the token before."""
 
+    is_independent = False
+
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
         super().__init__(config, reader, target)
         if self.config.num_outputs != self._vocab_size:

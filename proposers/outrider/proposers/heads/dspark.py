@@ -25,6 +25,7 @@ class DSparkHead(BlockHead):
 
     name = "dspark"
     anchor_first = True
+    is_independent = False
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
         super().__init__(config, reader, target)
