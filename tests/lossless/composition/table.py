@@ -85,8 +85,9 @@ class Row(Combination):
 
     @property
     def is_plain_again(self) -> bool:
-        """Whether its tokens have to be those of plain decoding; else they have its law."""
-        return self.rule in ("greedy", "coupled") or self.method == "none"
+        """Whether its tokens have to be those of plain decoding; else they have its law. What a grammar forces is
+        drafted, too, where nothing else is."""
+        return self.rule in ("greedy", "coupled") or (self.method == "none" and self.constraint == "none")
 
 
 FACTORS = Row.factors()
