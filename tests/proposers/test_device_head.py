@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, gpu
 from support.engines import BLOCK, COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
-from support.heads import random_head
+from support.heads import BLOCK_ROWS, BLOCKS, METHOD_OF, random_head
 from support.kernels import interpreter
 from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
@@ -25,6 +25,7 @@ from outrider.engine import cuda_graphs
 from outrider.engine.batch import StepLimits
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.heads import device_head
+from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.proposers.heads.device_head import DeviceHead
 from outrider.rpc.messages import Credit, Open
 from outrider.target_service import head_drafter
@@ -34,6 +35,7 @@ __all__ = ["gpu", "interpreter"]
 
 pytestmark = pytest.mark.compilers
 
+LONG = "eagle", "medusa", "mtp", "dflash", "dflash2", "dspark-rnn"
 LIMITS = StepLimits(max_rows=16, max_sequences=4, max_query_len=4)
 SIZES = {**SMALLEST, "num_hidden_layers": 2}
 FAR = 1 << 20
@@ -50,11 +52,12 @@ def target_with(layout: str, folder: Path, **options: Any) -> tuple[TargetHarnes
     loaded = build_decoder(tiny_config("llama", **SIZES), tiny_state(hf), dtype="float32", device="cuda")
     harness = TargetHarness.of(loaded, head=random_head(layout, folder, hf, loaded, **options), max_rows=24)
     runner = harness.engine._runner
-    runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
+    limits = replace(LIMITS, max_rows=LIMITS.max_sequences * BLOCK_ROWS) if layout in BLOCKS else LIMITS
+    runner.capture(limits, cuda_graphs.CudaGraphs(runner.model.device))
     drafter = harness.engine.parts[-1]
     assert isinstance(drafter, HeadDrafter)
     drafter.measured((), 0.0)
-    assert drafter.captured is not None
+    assert (drafter.captured or drafter.blocks) is not None
     return harness, drafter
 
 
@@ -91,19 +94,18 @@ class BothWays:
     windows: list[Window] = field(default_factory=list)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        draft, captured = HeadDrafter._draft, self.drafter.captured
-        assert captured is not None
+        draft, captured, blocks = HeadDrafter._draft, self.drafter.captured, self.drafter.blocks
 
         def both(drafter: HeadDrafter, lines: Sequence[Any], states: Tensor) -> None:
             before = self._cache()
-            drafter.captured = None
+            drafter.captured = drafter.blocks = None
             draft(drafter, lines, states)
             launched, stored = [list(line.drawn) for line in lines], self._cache()
             for line in lines:
                 line.drawn.clear()
             for ours, theirs in zip(self._tensors(), before, strict=True):
                 ours.copy_(theirs)
-            drafter.captured = captured
+            drafter.captured, drafter.blocks = captured, blocks
             self.windows.append(self._window(lines))
             waits = len(self.gpu.waits) if self.gpu is not None else 0
             draft(drafter, lines, states)
@@ -111,20 +113,25 @@ class BothWays:
             self.windows[-1].tokens = [list(line.drawn) for line in lines]
             self._check(launched, stored)
 
-        first, draw = DeviceHead.first, DeviceHead.draw
+        patch.setattr(HeadDrafter, "_draft", both)
+        for kind, first in ((DeviceHead, "first"), (DeviceBlocks, "fill")):
+            patch.setattr(kind, first, self._watched_first(getattr(kind, first)))
+            patch.setattr(kind, "draw", self._watched_draw(kind.draw))
 
-        def watched_first(head: DeviceHead, *arguments: Any) -> Any:
+    def _watched_first(self, first: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(head: object, *arguments: Any) -> Any:
             found = first(head, *arguments)
-            self.windows[-1].first_captured = found is not None
+            self.windows[-1].first_captured = found is not None and found is not False
             return found
 
-        def watched_draw(head: DeviceHead, *arguments: Any) -> Any:
+        return watched
+
+    def _watched_draw(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(head: object, *arguments: Any) -> Any:
             self.windows[-1].held = True
             return draw(head, *arguments)
 
-        patch.setattr(HeadDrafter, "_draft", both)
-        patch.setattr(DeviceHead, "first", watched_first)
-        patch.setattr(DeviceHead, "draw", watched_draw)
+        return watched
 
     def _check(self, launched: list[list[DraftedToken]], stored: list[Tensor]) -> None:
         """What was drawn and stored against the same of the launched way, whose products have fewer rows: a GPU's
@@ -158,7 +165,7 @@ class BothWays:
 
 @pytest.mark.parametrize(
     "layout",
-    ["eagle3", "mlp_speculator", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa", "mtp"))],
+    ["eagle3", "mlp_speculator", "dspark", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)],
 )
 def test_the_tokens_are_those_of_launched_passes(
     layout: str, gpu: PretendedDevice | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,12 +175,12 @@ def test_the_tokens_are_those_of_launched_passes(
     harness, drafter = target_with(layout, tmp_path)
     both = BothWays(drafter, gpu)
     both.install(monkeypatch)
-    shared = prompt_of(1, 17)
+    shared, method = prompt_of(1, 17), METHOD_OF[layout]
     requests = {
-        1: opened(1, shared, method=layout, max_tokens=8),
-        2: opened(2, prompt_of(2, 30), method=layout, max_tokens=6, **SAMPLED),  # in two chunks
-        3: opened(3, [*shared, 5], method=layout, max_tokens=6, temperature=0.9, acceptance=REJECTION, seed=4),
-        4: opened(4, prompt_of(4, 2), method=layout, max_tokens=6, temperature=0.8, acceptance=BLOCK, top_k=40),
+        1: opened(1, shared, method=method, max_tokens=8),
+        2: opened(2, prompt_of(2, 30), method=method, max_tokens=6, **SAMPLED),  # in two chunks
+        3: opened(3, [*shared, 5], method=method, max_tokens=6, temperature=0.9, acceptance=REJECTION, seed=4),
+        4: opened(4, prompt_of(4, 2), method=method, max_tokens=6, temperature=0.8, acceptance=BLOCK, top_k=40),
     }
     harness.send(requests[1], Credit(1, FAR, 3), requests[2], Credit(2, FAR, 2))
     for _ in range(2 * 3):  # each is launched, then finished

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache import KVCache
 from outrider.engine.staging import index_on
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import MASK, BlockChains, BlockGuess, BlockHead
+from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.target_service.head_lines import HeadLine, Offset, apart, draw_at_once
 
 
@@ -25,18 +26,29 @@ def fit_block(head: BlockHead, count: int, room: int) -> tuple[int, int]:
     return count, rows if count else 0
 
 
-def draft_blocks(head: BlockHead, lines: Sequence[HeadLine], cache: KVCache, drawer: Drawer, most: int) -> None:
-    """Draws the tokens of all lines that want some; `most` is the length of the longest text. The context must be
-    there."""
-    lines = [line for line in lines if line.count]
-    if lines:
-        _draw(head, _guess(head, lines, cache, most), lines, drawer)
+def draft_blocks(
+    head: BlockHead,
+    lines: Sequence[HeadLine],
+    cache: KVCache,
+    drawer: Drawer,
+    most: int,  # the length of the longest text
+    captured: DeviceBlocks | None = None,  # None: every pass is launched
+) -> None:
+    """Draws the tokens of all lines that want some. The context must be there."""
+    lines, size = [line for line in lines if line.count], cache.block_size
+    entries = [_entry(line, min(head.rows, most - line.length, line.num_places(size) - line.length)) for line in lines]
+    if captured is not None and lines and head.least_confidence == 0 and captured.holds(lines, entries):
+        before = [line.last_entry(size) for line in lines]
+        drawn = captured.draw(lines, entries, before, [line.count for line in lines])
+        for line, tokens in zip(lines, drawn, strict=True):
+            line.drawn += tokens
+    elif lines:
+        _draw(head, _guess(head, lines, entries, cache), lines, drawer)
 
 
-def _guess(head: BlockHead, lines: Sequence[HeadLine], cache: KVCache, most: int) -> BlockGuess:
+def _guess(head: BlockHead, lines: Sequence[HeadLine], entries: Sequence[BatchEntry], cache: KVCache) -> BlockGuess:
     """Of each line as many places as it draws tokens, line by line."""
     device, size = cache.keys[0].device, cache.block_size
-    entries = [_entry(line, min(head.rows, most - line.length, line.num_places(size) - line.length)) for line in lines]
     starts = accumulate((len(entry.token_ids) for entry in entries), initial=0)
     rows = [
         start + head.first_row + place

@@ -34,6 +34,7 @@ from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import require_device
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import BlockHead
+from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.proposers.heads.device_head import DeviceHead
 from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
@@ -75,6 +76,7 @@ class HeadDrafter(EnginePart):
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
         self._waiting: WeakKeyDictionary[TargetSequence, WaitingRows] = WeakKeyDictionary()
         self.captured: DeviceHead | None = None  # None: every pass is launched
+        self.blocks: DeviceBlocks | None = None  # the same of a block drafter
 
     def measured(self, costs: StepProfile, context_us: float) -> None:
         """Warms up, and captures what it can."""
@@ -122,12 +124,15 @@ class HeadDrafter(EnginePart):
         """Captures the head's passes, of the shapes that `warm_up` gives, behind captured steps of the target. Where
         that fails, they stay launched."""
         steps, head = self._runner.captured, self.head
-        if steps is None or isinstance(head, BlockHead) or head.mask is not None:
+        if steps is None or (not isinstance(head, BlockHead) and head.mask is not None):
             return
         before = steps.graphs.reserved_bytes()
         try:
             with torch.inference_mode():
-                self.captured = DeviceHead(head, self._cache, steps, state, features, self._drawer.mass)
+                if isinstance(head, BlockHead):
+                    self.blocks = DeviceBlocks(head, self._cache, steps, features, self._drawer.mass)
+                else:
+                    self.captured = DeviceHead(head, self._cache, steps, state, features, self._drawer.mass)
         except Exception:
             require_device(self._runner.model.device)
             log.exception("the passes of %s could not be captured; they are launched", self.head.name)
@@ -288,7 +293,8 @@ class HeadDrafter(EnginePart):
         head = self.head
         if isinstance(head, BlockHead):
             self._fill(lines, states)
-            draft_blocks(head, lines, self._cache, self._drawer, self._runner.model.max_model_len)
+            most = self._runner.model.max_model_len
+            draft_blocks(head, lines, self._cache, self._drawer, most, self.blocks)
         elif self.captured is None and not any(line.count for line in lines):
             self._fill(lines, states)
         elif head.mask is not None:
@@ -298,8 +304,9 @@ class HeadDrafter(EnginePart):
 
     def _fill(self, lines: Sequence[HeadLine], states: Tensor) -> None:
         """What later rows need of these."""
-        batch = build_batch([line.first_entry() for line in lines], self._runner.block_size, states.device)
-        self.head.fill(batch, self._features(lines, states), self._cache)
+        entries, features = [line.first_entry() for line in lines], self._features(lines, states)
+        if self.blocks is None or not self.blocks.fill(entries, features):
+            self.head.fill(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
 
     def _draft_in_turn(self, head: Head, lines: Sequence[HeadLine], states: Tensor) -> None:
         """One pass a depth, for all that draw so deep; for trees others than for chains."""

@@ -110,9 +110,9 @@ class HeadLine:
         return BatchEntry([*ids, *[mask_id] * self.num_masks], self.first, sequence.block_table, self.count)
 
     def last_entry(self, block_size: int) -> BatchEntry:
-        """The place of the last committed token, behind which drawing begins. Without places there is no table."""
+        """The last committed token, behind which drawing begins. Without places there is no table."""
         table = self.target.sequence.block_table if self.keeps else [0] * -(-self.length // block_size)
-        return BatchEntry([0], self.length - 1, table, 1)
+        return BatchEntry([self.target.sequence.tokens[-1]], self.length - 1, table, 1)
 
     @property
     def num_masks(self) -> int:

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder import DecoderLayer
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.products import Product
-from outrider.kernels.attention.plan import AttentionPlan, plan_attention
+from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.tree_mask import block_mask
 from outrider.kernels.kv_store.reference import store_kv_rotary
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
@@ -62,6 +62,7 @@ class BlockHead:
     name = "dflash"
     anchor_first = False  # where the checkpoint does not say
     is_independent = True  # a place's law hangs on no token drawn before it
+    memory_width = 0  # of what is kept of a place for the next one
     least_confidence = 0.0  # a chain ends before a token that is less likely to be taken; 0: it does not
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
@@ -83,13 +84,14 @@ class BlockHead:
         tables = rotary_tables(layer, reader.dtype)[layer.rotary_types[0]]
         self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
 
-    def fill(self, batch: Batch, features: Tensor, cache: KVCache) -> None:
+    def fill(self, batch: Batch | StaticBatch, features: Tensor, cache: KVCache) -> None:
         """Stores the context of committed tokens; features: [rows, taps, hidden]."""
         context = self.norm(self._fc(features.flatten(1)), self._context_norm)  # [rows, hidden]
         self._context.store(context, self._rotary(batch), batch.slot_mapping, cache)
 
-    def draft(self, batch: Batch, cache: KVCache) -> BlockGuess:
-        """The rows of blocks, each the last committed token and masks (`MASK`); of the batch's logit rows."""
+    def draft(self, batch: Batch | StaticBatch, cache: KVCache) -> BlockGuess:
+        """The rows of blocks, each the last committed token and masks (`MASK`); of the batch's logit rows. A static
+        batch may be captured."""
         plans = {sight: self._plan(batch, cache, sight) for sight in set(self.config.sights)}
         rotary, slots = self._rotary(batch), batch.slot_mapping
         residual = self._embedding(batch.token_ids)  # [rows, hidden]
@@ -108,7 +110,7 @@ class BlockHead:
         normed: Tensor,  # [rows, hidden]
         residual: Tensor,  # [rows, hidden]
         step: tuple[Any, ...],  # as DecoderLayer.forward takes it
-        batch: Batch,
+        batch: Batch | StaticBatch,
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
         """A layer, as DecoderLayer.forward."""
         return layer.forward(normed, residual, *step)
@@ -141,13 +143,25 @@ class BlockHead:
         logits, cap = self._output(hidden).float() * self.config.logit_scale, self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _rotary(self, batch: Batch) -> tuple[Tensor, Tensor]:  # [rows, 1, head_dim] each
+    def _rotary(self, batch: Batch | StaticBatch) -> tuple[Tensor, Tensor]:  # [rows, 1, head_dim] each
         positions = batch.positions - 1
         return self._cos[positions], self._sin[positions]
 
-    def _plan(self, batch: Batch, cache: KVCache, sight: Sight) -> AttentionPlan:
+    def _plan(self, batch: Batch | StaticBatch, cache: KVCache, sight: Sight) -> AttentionPlan:
         layer = self.config.layer
-        starts = torch.tensor(batch.query_starts, device=batch.token_ids.device)
+        window = None if sight.window is None else sight.window + 1  # with the first row itself
+        tree = block_mask(starts_of(batch), len(batch.token_ids), sight.whole)
+        if isinstance(batch, StaticBatch):
+            return plan_on_device(
+                batch.block_tables,
+                batch.query_starts,
+                batch.context_lens,
+                max_query_len=batch.max_query_len,
+                sliding_window=window,
+                max_model_len=layer.max_model_len,
+                first_key=1,
+                tree=tree,
+            )
         return plan_attention(
             batch.block_tables,
             batch.query_starts,
@@ -155,11 +169,17 @@ class BlockHead:
             block_size=cache.block_size,
             heads_per_kv_head=layer.num_heads // layer.num_kv_heads,
             dtype=cache.keys[0].dtype,
-            sliding_window=None if sight.window is None else sight.window + 1,  # with the first row itself
+            sliding_window=window,
             max_model_len=layer.max_model_len,
             first_key=1,
-            tree=block_mask(starts, batch.num_rows, sight.whole),
+            tree=tree,
         )
+
+
+def starts_of(batch: Batch | StaticBatch) -> Tensor:  # [sequences + 1]
+    """Where the rows of its sequences begin."""
+    starts = batch.query_starts
+    return torch.tensor(starts, device=batch.token_ids.device) if isinstance(starts, tuple) else starts
 
 
 class ContextLayers:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import DecoderLayer
 from outrider.kernels.layers.reference import add_rms_norm
-from outrider.proposers.heads.block import BlockChains, BlockGuess, BlockHead
+from outrider.proposers.heads.block import BlockChains, BlockGuess, BlockHead, starts_of
 from outrider.proposers.heads.head import HeadReader, TargetWeights
 from outrider.proposers.heads.layer_weights import layer_prefixes
 
@@ -63,7 +63,7 @@ class DFlash2Head(BlockHead):
         normed: Tensor,
         residual: Tensor,
         step: tuple[Any, ...],
-        batch: Batch,
+        batch: Batch | StaticBatch,
     ) -> tuple[Tensor, Tensor]:
         """Convolved on its way in and out. Shapes: `BlockHead.through`."""
         places = batch.positions - batch.positions[_first_rows(batch)]  # [rows]: in the block
@@ -115,7 +115,8 @@ class BlockConvolution:
         return total
 
 
-def _first_rows(batch: Batch) -> Tensor:  # [rows] int64
-    """Of each row the first of its block."""
-    starts = torch.tensor(batch.query_starts, device=batch.positions.device)
-    return starts[:-1].repeat_interleave(starts.diff())
+def _first_rows(batch: Batch | StaticBatch) -> Tensor:  # [rows] int64
+    """Of each row the first of its block; of padding that of the last one."""
+    starts = starts_of(batch).long()
+    rows = torch.arange(len(batch.token_ids), device=starts.device)
+    return starts[torch.searchsorted(starts, rows, right=True).clamp(max=len(starts) - 1) - 1]

@@ -40,6 +40,7 @@ class DSparkHead(BlockHead):
             names = "markov_head.markov_w2.weight", "markov_head.markov_w2"
             self._bias = reader.product(reader.tensor((self.config.num_outputs, rank), *names))
             self._mix = self._read_mix(reader, hidden)
+            self.memory_width = rank if self._kind == "rnn" else 0
         self._confidence: Tensor | None = None  # [hidden, and perhaps rank]
         if CONFIDENCE in reader and config.get("enable_confidence_head", True):
             with_markov = config.get("confidence_head_with_markov", reader.size_of(CONFIDENCE) > hidden)
