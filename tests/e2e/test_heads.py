@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from e2e.test_methods import NUM_TOKENS, PROMPTS, WAITING, K, answer, cached, tokens_of
+from support.heads import random_head_of
 from support.proofs import on_a_diagonal
 
 from outrider.gateway.engine import GenerationEngine
@@ -24,6 +25,7 @@ from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.settings import TargetSettings
 
 HEADS_OF_PAIR = pair_path().heads
+BLOCKS = ("dflash", "dspark")  # of random weights: none comes with the pair
 
 
 @dataclass
@@ -45,8 +47,9 @@ async def serving(*heads: Path | None) -> AsyncIterator[Targets]:
         services = []
         for head in heads:
             settings = TargetSettings(
-                model=pair_path().target, head=head, listen="127.0.0.1:0", threads=1, cache_mb=48, batch_invariant=True
-            )
+                model=pair_path().target, head=head, head_trial="off", listen="127.0.0.1:0", threads=1, cache_mb=48,
+                batch_invariant=True,
+            )  # fmt: skip
             service = build(settings, load(settings))
             await service.server.start()
             stack.push_async_callback(service.stop)
@@ -82,13 +85,14 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature", "successor_has_one"), on_a_diagonal(list(HEADS_OF_PAIR), (0.0, 1.0), (True, False))
+    ("method", "temperature", "successor_has_one"),
+    on_a_diagonal([*HEADS_OF_PAIR, *BLOCKS], (0.0, 1.0), (True, False)),
 )
 async def test_a_target_that_dies_in_mid_round_changes_no_token(
-    method: str, temperature: float, successor_has_one: bool
+    method: str, temperature: float, successor_has_one: bool, tmp_path: Path
 ) -> None:
     drafted_by: dict[int, int] = {}  # of each target, tokens that were judged
-    head = HEADS_OF_PAIR[method]
+    head = HEADS_OF_PAIR.get(method) or random_head_of(pair_path().target, method, tmp_path / method)
     async with serving(head, head if successor_has_one else None) as targets:
         num_tokens = 2 * NUM_TOKENS
         plain = tokens_of(await answer(targets.engine, request(0, temperature, "", num_tokens)))

@@ -88,6 +88,10 @@ class LocalSettings(ServiceSettings):
             pair = name_of(named).partition("/")[0]  # the pair's name brings what drafts for its target, too
             del target["model"]
         is_pair = not target.get("model")
+        if is_pair and not draft.get("model"):  # what comes with its target needs no trial
+            gateway.setdefault("draft_trial", "off")
+        if is_pair and not target.get("head"):
+            target.setdefault("head_trial", "off")
         if draft.get("method") in HEADS:
             target["head"] = target.get("head") or _head_by(draft["method"], target.get("model"), pair)
             del draft["method"]
