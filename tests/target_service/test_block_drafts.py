@@ -14,6 +14,7 @@ from support.models import build_decoder, tiny_config, tiny_state
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
+from outrider.engine.token_tree import TokenTree
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import BlockHead
@@ -110,6 +111,55 @@ def test_where_a_chain_ends_follows_from_what_stands_before(
         harness.run()
     assert all(len(how) == 1 for how in ended.values())
     assert rule == "greedy" or ({True, False} == set.union(*ended.values()) and len(ended) > 40)
+
+
+TREE = TokenTree.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)]")
+
+
+@pytest.mark.parametrize("num_blocks", [64, 13])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark", "dspark-rnn"])
+def test_a_tree_over_a_block_changes_no_token(layout: str, rule: str, num_blocks: int, tmp_path: Path) -> None:
+    """Beside a sequence with penalties, with few blocks, too; under rejection what is drafted are chains."""
+    hf, loaded = tiny_model()
+    head = random_head(layout, tmp_path, hf, loaded)
+    harness = TargetHarness.of(loaded, head=head, tree=TREE, num_blocks=num_blocks, max_rows=24)
+    requests = [
+        opened(1, prompt_of(1), method=head.name, max_tokens=24, seed=1, **RULES[rule]),
+        opened(2, prompt_of(2), method=head.name, max_tokens=24, seed=2, **RULES[rule], presence_penalty=0.7),
+    ]
+    harness.send(*(part for request in requests for part in (request, Credit(request.sequence_id, 1 << 20, 8))))
+    harness.run()
+    for request in requests:
+        commits = harness.commits(request.sequence_id)
+        assert max(commit.num_drafted for commit in commits) == (head.most_tokens if rule == "rejection" else 8)
+        if rule != "rejection":
+            plain = TargetHarness.of(loaded).decode_plain(request.sequence_id, request)
+            assert harness.output(request.sequence_id) == plain
+
+
+def test_a_tree_over_a_block_holds_what_is_right(forgetful: Any, tmp_path: Path) -> None:
+    """Its likeliest path is the chain that must be accepted; and behind each node stands what follows that node."""
+    head = knowing_head("dspark", tmp_path, *forgetful)
+    harness = TargetHarness.of(forgetful[1], head=head, tree=TREE)
+    harness.send(asked(1, head), Credit(1, 1 << 20, 8))
+    held: list[DraftTokens] = []
+    with pytest.MonkeyPatch.context() as patch:
+        hold = HeadDrafter._hold
+
+        def noted(drafter: HeadDrafter, line: HeadLine, draft_us: int) -> None:
+            held.append(line.piece())
+            hold(drafter, line, draft_us)
+
+        patch.setattr(HeadDrafter, "_hold", noted)
+        harness.run()
+    assert {commit.num_accepted for commit in harness.commits(1) if commit.num_drafted == 8} == {3}
+    follows: dict[int, set[int]] = {}
+    for piece in held:
+        for node, parent in enumerate(piece.parents):
+            if parent and all(piece.parents[other] != parent for other in range(node)):  # the likeliest behind it
+                follows.setdefault(piece.ids[parent - 1], set()).add(piece.ids[node])
+    assert len(follows) > 3 and all(len(ids) == 1 for ids in follows.values())
 
 
 @pytest.mark.parametrize("layout", ["dflash", "p-eagle"])

@@ -22,6 +22,11 @@ class GrowingTree:
         self._shape = shape
         self._in_shape: list[int] = []  # by node
 
+    @property
+    def depth(self) -> int:
+        """Levels that it may have."""
+        return self._shape.depth
+
     def branching(self) -> list[int]:
         """The nodes of the last level that something shall follow."""
         return [node for node in self.level if self._children(node)]

@@ -16,13 +16,16 @@ from outrider.engine.staging import index_on
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import MASK, BlockChains, BlockGuess, BlockHead
 from outrider.proposers.heads.device_block import DeviceBlocks
+from outrider.proposers.tree import grow
 from outrider.target_service.head_lines import HeadLine, Offset, apart, draw_at_once
 
 
-def fit_block(head: BlockHead, count: int, room: int) -> tuple[int, int]:
-    """How many tokens there is room for, and how many places behind the committed ones their block takes."""
+def fit_block(head: BlockHead, count: int, room: int, is_tree: bool) -> tuple[int, int]:
+    """How many tokens there is room for, and how many places behind the committed ones their block takes. A tree may
+    have more of them than the block has places, where there is room for all of these."""
     rows = min(head.rows, room)
-    count = max(0, min(count, rows - head.first_row))
+    if not is_tree or rows < head.rows:
+        count = max(0, min(count, rows - head.first_row))
     return count, rows if count else 0
 
 
@@ -37,26 +40,29 @@ def draft_blocks(
     """Draws the tokens of all lines that want some. The context must be there."""
     lines, size = [line for line in lines if line.count], cache.block_size
     entries = [_entry(line, min(head.rows, most - line.length, line.num_places(size) - line.length)) for line in lines]
-    if captured is not None and lines and head.least_confidence == 0 and captured.holds(lines, entries):
+    are_chains = all(line.tree is None for line in lines) and head.least_confidence == 0
+    if captured is not None and lines and are_chains and captured.holds(lines, entries):
         before = [line.last_entry(size) for line in lines]
         drawn = captured.draw(lines, entries, before, [line.count for line in lines])
         for line, tokens in zip(lines, drawn, strict=True):
             line.drawn += tokens
     elif lines:
-        _draw(head, _guess(head, lines, entries, cache), lines, drawer)
+        _draw(head, *_guess(head, lines, entries, cache), drawer)
 
 
-def _guess(head: BlockHead, lines: Sequence[HeadLine], entries: Sequence[BatchEntry], cache: KVCache) -> BlockGuess:
-    """Of each line as many places as it draws tokens, line by line."""
-    device, size = cache.keys[0].device, cache.block_size
+def _guess(
+    head: BlockHead, lines: Sequence[HeadLine], entries: Sequence[BatchEntry], cache: KVCache
+) -> tuple[BlockGuess, list[Offset]]:
+    """Of each line as many places as it draws tokens, or its tree is deep; and of each its first one."""
+    device = cache.keys[0].device
+    counts = [line.count if line.tree is None else line.tree.depth for line in lines]
     starts = accumulate((len(entry.token_ids) for entry in entries), initial=0)
-    rows = [
-        start + head.first_row + place
-        for line, start in zip(lines, starts, strict=False)
-        for place in range(line.count)
-    ]
-    batch = build_batch(entries, size, device)
-    return head.draft(replace(batch, logit_rows=index_on(rows, device)), cache)
+    firsts = accumulate(counts, initial=0)
+    places = [(start + head.first_row, count) for start, count in zip(starts, counts, strict=False)]
+    rows = [first + place for first, count in places for place in range(count)]
+    batch = build_batch(entries, cache.block_size, device)
+    guess = head.draft(replace(batch, logit_rows=index_on(rows, device)), cache)
+    return guess, list(zip(lines, firsts, strict=False))
 
 
 def _entry(line: HeadLine, rows: int) -> BatchEntry:
@@ -65,16 +71,35 @@ def _entry(line: HeadLine, rows: int) -> BatchEntry:
     return BatchEntry([sequence.tokens[-1], *[MASK] * (rows - 1)], line.length, sequence.block_table, 0)
 
 
-def _draw(head: BlockHead, guess: BlockGuess, lines: Sequence[HeadLine], drawer: Drawer) -> None:
+def _draw(head: BlockHead, guess: BlockGuess, lines: list[Offset], drawer: Drawer) -> None:
     """Place after place, but for lines of which nothing hangs on the tokens before."""
-    offsets = accumulate((line.count for line in lines), initial=0)
-    going = list(zip(lines, offsets, strict=False))
+    going = [pair for pair in lines if pair[0].tree is None]
     free, going = apart(going) if head.is_independent else ([], going)
     if free:
         rows = [offset + place for line, offset in free for place in range(line.count)]
         logits = head.of_target(guess.logits[index_on(rows, guess.logits.device)])
         draw_at_once([line for line, _ in free], logits, drawer)
     _draw_in_turn(head, guess, going, drawer)
+    _draw_trees(head, guess, [pair for pair in lines if pair[0].tree is not None], drawer)
+
+
+def _draw_trees(head: BlockHead, guess: BlockGuess, lines: list[Offset], drawer: Drawer) -> None:
+    """Level by level: what may follow a node is the law of the next place, behind that node's token."""
+    device, memory = guess.logits.device, None
+    offsets = {id(line.tree): offset for line, offset in lines}
+    last = {id(line.tree): line.last_id for line, _ in lines}
+    forks = [line.fork(line.tree) for line, _ in lines if line.tree is not None]
+    depth = 0
+    while forks:
+        places = torch.tensor([offsets[id(fork.tree)] + depth for fork in forks], device=device)
+        before = [fork.tree.ids[fork.node] if fork.node >= 0 else last[id(fork.tree)] for fork in forks]
+        rows = torch.tensor(before, device=device)
+        logits, memory = head.at(guess, BlockChains(places, rows, memory, partial(drawer.adjusted, rows=forks)))
+        grown = grow(dict(enumerate(forks)), drawer.draw(logits, forks))
+        nodes = [(one, node) for one in grown for node in one.tree.branching()]
+        followed = [one.rows[one.tree.level.index(node)] for one, node in nodes]
+        forks, depth = [one.fork.at(node) for one, node in nodes], depth + 1
+        memory = None if memory is None else memory[index_on(followed, device)]
 
 
 def _draw_in_turn(head: BlockHead, guess: BlockGuess, going: list[Offset], drawer: Drawer) -> None:

@@ -37,7 +37,7 @@ from outrider.proposers.heads.block import BlockHead
 from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.proposers.heads.device_head import DeviceHead
 from outrider.proposers.heads.head import Head, MaskRow
-from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
+from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.tree import GrowingTree, grow
 from outrider.target_service.block_drafts import draft_blocks, fit_block
 from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
@@ -245,7 +245,8 @@ class HeadDrafter(EnginePart):
             return end - 1, 0
         if isinstance(self.head, BlockHead):
             places = min(room, self._runner.model.max_model_len) - target.committed
-            count, behind = fit_block(self.head, count, places)
+            is_tree = self.tree is not None and target.chains.takes_trees
+            count, behind = fit_block(self.head, count, places, is_tree)
         else:
             count = max(0, min(count, room - target.committed + 1))
             behind = count - 1
@@ -396,7 +397,7 @@ def check_tree(tree: TokenTree | None, head: AnyHead, takes_trees: bool) -> None
     problem = None
     if tree is not None and not takes_trees:
         problem = "this target's model verifies chains alone"
-    elif tree is not None and drafts_in_one_pass(head):
+    elif tree is not None and not isinstance(head, BlockHead) and head.mask is not None:
         problem = f"this {head.name} head drafts all tokens in one pass, which makes chains alone"
     elif tree is not None and tree.depth > head.most_tokens:
         problem = f"is {tree.depth} tokens deep; {head.name} drafts {head.most_tokens} in a row here"
