@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gguf_models import as_gguf
 from support.quantized import BLOCKS, random_blocks
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.models.products import StackedLinear
 from outrider.gguf.config import config_of
-from outrider.gguf.header import KINDS, BlockKind, GgufHeader, TensorPlace
+from outrider.gguf.header import KINDS, BlockKind, GgufHeader, TensorPlace, WrongGguf, read_gguf
 from outrider.kernels.cpu.decoder import Kind as Layout
 from outrider.kernels.cpu.library import cpu_library
 
@@ -144,3 +145,12 @@ def test_a_draft_of_8_bits_is_rounded_from_the_numbers(tmp_path: Path) -> None:
     decoded = NativeDecoder(config, {name: state[name] for name in state}, int8=True)
     assert rounded.kernel.kind is Layout.BYTES
     assert torch.equal(logits_of(rounded, 9), logits_of(decoded, 9))
+
+
+def test_heads_that_do_not_share_their_rows_are_refused(tmp_path: Path) -> None:
+    """By the tensor's name, before anything is turned back."""
+    path, _ = as_gguf(tmp_path / "a.gguf", "llama", metadata={"llama.attention.head_count": 255})
+    with pytest.raises(
+        WrongGguf, match=r"blk\.0\.attn_q\.weight: has \d+ rows for 255 heads; allowed: a multiple of 510"
+    ):
+        GgufState(read_gguf(path))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.gguf.config import architecture_of, config_of, hugging_face_names
-from outrider.gguf.header import GgufHeader, TensorPlace
+from outrider.gguf.header import GgufHeader, TensorPlace, WrongGguf
 from outrider.kernels.quantized.blocks import quantized_blocks
 from outrider.kernels.quantized.form import QuantizedMatrix
 from outrider.kernels.quantized.reference import decode
@@ -23,12 +23,16 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}  # what is stored so is 
 
 
 class GgufState(Mapping[str, Tensor]):
-    """A model's tensors (a LazyState). Each is decoded anew when it is asked for, and the file's mapping is let go."""
+    """A model's tensors (a LazyState). Each is decoded anew when it is asked for, and the file's mapping is let go.
+    WrongGguf for one whose rows its heads do not share."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._places, self._architecture = hugging_face_names(header), architecture_of(header)
         config = config_of(header)
         self._heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+        if self._architecture.turned:
+            for name, place in self._places.items():
+                _check_heads(place, self._heads.get(_projection(name) or "", 0))
         self._factors = {name: place for name, place in header.tensors.items() if place not in self._places.values()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -89,6 +93,13 @@ def _decoded(place: TensorPlace) -> Tensor:
 def _projection(name: str) -> str | None:
     """Whether a tensor is of the queries or of the keys."""
     return next((part for part in "qk" if f".self_attn.{part}_proj." in name), None)
+
+
+def _check_heads(place: TensorPlace, num_heads: int) -> None:
+    """That the rows of queries or keys are pairs of so many heads; 0: they are of neither."""
+    if num_heads and place.shape[0] % (2 * num_heads):
+        told = f"has {place.shape[0]} rows for {num_heads} heads"
+        raise WrongGguf(f"{place.path}: {place.name}: {told}; allowed: a multiple of {2 * num_heads}")
 
 
 def _turned_back(rows: Tensor, num_heads: int) -> Tensor:
