@@ -103,7 +103,7 @@ def require_valid(text: str, schema: Schema) -> None:
 def write(llm: LLM, schemas: Sequence[Schema], mode: Mode, speculates: bool) -> list[Written]:
     """Under each schema one output, many at once."""
     backend = llm._backend
-    options = SpeculationOptions(enabled=speculates, num_draft_tokens=K, acceptance=mode.acceptance)
+    options = SpeculationOptions(speculates, K, acceptance=mode.acceptance, mode="sequential")  # auto goes by the clock
 
     async def all_of_them() -> list[Written]:
         requests = [
