@@ -17,7 +17,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix"},
     "self": {"model": "self:int4", "num_speculative_tokens": 4},
-    "head": {"method": "eagle3", "num_speculative_tokens": 3},
+    "head": {"method": "eagle3", "num_speculative_tokens": 3, "draft_trial": "warn"},
 }
 
 
