@@ -162,25 +162,27 @@ class LinePlace:
     """A token of a line that hangs on none of those before it, of a sampler that counts none: all of a line can be
     drawn at once, each with the random numbers of its own position."""
 
-    line: HeadLine
+    draft_sampling: DraftSampling  # the line's
+    first: RandomRange  # of its first token
+    plan: SamplingRows
     offset: int  # tokens of the line before it
 
     num_top_tokens = 0
     wants_confidence = False
 
-    @property
-    def draft_sampling(self) -> DraftSampling:
-        """How it is drawn."""
-        return self.line.draft_sampling
+    @classmethod
+    def all_of(cls, line: HeadLine) -> list[LinePlace]:
+        """The places of a line, in their order."""
+        of_line = line.draft_sampling, line.span(), line.sampling_rows()
+        return [cls(*of_line, offset) for offset in range(line.count)]
 
     def span(self) -> RandomRange:
         """Where its random numbers are."""
-        first = self.line.span()
-        return replace(first, first=first.first + self.offset)
+        return replace(self.first, first=self.first.first + self.offset)
 
     def sampling_rows(self) -> SamplingRows:
         """As the line's first."""
-        return self.line.sampling_rows()
+        return self.plan
 
 
 Offset = tuple[HeadLine, int]  # a line, and its first row
@@ -194,8 +196,7 @@ def apart(lines: Sequence[Offset]) -> tuple[list[Offset], list[Offset]]:
 
 def draw_at_once(lines: Sequence[HeadLine], logits: Tensor, drawer: Drawer) -> None:
     """All tokens of lines whose places are independent of one another; [tokens of all lines, vocab]."""
-    places = [LinePlace(line, offset) for line in lines for offset in range(line.count)]
-    drawn = iter(drawer.draw(logits, places))
+    drawn = iter(drawer.draw(logits, [place for line in lines for place in LinePlace.all_of(line)]))
     for line in lines:
         tokens = [next(drawn) for _ in range(line.count)]
         for token in tokens:
