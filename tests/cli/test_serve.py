@@ -302,7 +302,8 @@ def test_the_embedded_pair_is_served_by_its_name() -> None:
     assert settings("python", "--draft.method", "ngram").located().target.model == pair.target
 
 
-def test_the_services_get_what_is_given_and_no_more() -> None:
+def test_the_services_get_what_is_given_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_GATEWAY__DRAFT_TRIAL")  # which all tests are given
     given = settings(
         "large", "--draft.model", "small", "--dtype", "bfloat16", "--device", "cuda", "--draft.device", "cpu",
         "--target.threads", "3", "--target.max-model-len", "99", "--target.cache-mb", "7", "--target.batch-invariant",

@@ -90,9 +90,9 @@ class LocalSettings(ServiceSettings):
         is_pair = not target.get("model")
         if is_pair and not draft.get("model"):  # what comes with its target needs no trial
             gateway.setdefault("draft_trial", "off")
-        if is_pair and not target.get("head"):
-            target.setdefault("head_trial", "off")
         if draft.get("method") in HEADS:
+            if is_pair and not target.get("head"):
+                target.setdefault("head_trial", "off")
             target["head"] = target.get("head") or _head_by(draft["method"], target.get("model"), pair)
             del draft["method"]
         has_draft = _complete_draft(draft, is_pair, pair, has_head=target.get("head") is not None)
