@@ -394,7 +394,7 @@ def test_a_head_drafts_without_a_draft_service(monkeypatch: pytest.MonkeyPatch) 
     """Unless there is to be one, too: requests then name the one that they want."""
     alone = settings("large", "--target.head", "head")
     assert alone.draft is None and "--head=head" in alone.target_arguments()
-    assert not any(flag.startswith("--draft") for flag in alone.gateway_arguments("t:1", ""))
+    assert not any(flag.startswith("--draft=") for flag in alone.gateway_arguments("t:1", ""))
     for both in (
         settings("large", "--target.head", "head", "--draft.model", "small"),
         settings("--target.head", "head", "--draft.method", "suffix"),
