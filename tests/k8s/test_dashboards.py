@@ -67,9 +67,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         draft = services.start("draft", ["draft", *flags, "--threads", "1", "--model", str(pair.draft)])
         target = services.start("target", ["target", *flags, "--threads", "1", "--model", str(pair.target)])
         peers = ["--target", services.wait(target, START_S), "--draft", services.wait(draft, START_S)]
-        gateway = services.start(
-            "gateway", ["gateway", *flags, *peers, "--tokenizer", str(pair.target), "--mode", "sequential"]
-        )
+        peers += ["--tokenizer", str(pair.target), "--mode", "sequential", "--draft-trial", "refuse"]
+        gateway = services.start("gateway", ["gateway", *flags, *peers])
         address = services.wait(gateway, START_S)
         wait_for_draft(address, START_S, services.check)
         jobs = {service.name: [service.find(METRICS)] for service in (gateway, target, draft)}

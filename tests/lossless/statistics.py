@@ -235,7 +235,8 @@ def serving(
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
         if head:
-            beside = ["--head", str(save_guess(folder / "head", hf)), "--no-cut-windows"]
+            guess = str(save_guess(folder / "head", hf))
+            beside = ["--head", guess, "--head-trial", "off", "--no-cut-windows"]
             started["with_head"] = services.start("with_head", [*_arguments("target", folder / "target"), *beside])
         lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
         lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
@@ -270,7 +271,7 @@ def _arguments(command: str, model: Path) -> list[str]:
 async def target_in_process(model: Path, head: Path | None = None, **more: Any) -> AsyncIterator[str]:
     """The address of a target that can be harmed, with more settings than its model."""
     common = {"listen": "127.0.0.1:0", "threads": 1, "max_rows": MAX_ROWS, "cache_mb": 16, "cut_windows": False}
-    settings = TargetSettings(model=model, head=head, **common, **more)
+    settings = TargetSettings(model=model, head=head, head_trial="off", **common, **more)
     service = build(settings, load(settings))
     await service.server.start()
     try:
