@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -223,7 +224,9 @@ def believed_head(
         lambda changes: _required(load_head(settings, loaded, changes)),
         settings.max_window,
     )
-    return trials.judge(head, other_conventions(read_config(settings.head), head.taps), verdict)
+    found = trials.judge(head, other_conventions(read_config(settings.head), head.taps), verdict)
+    gc.collect()  # what was tried by is large, and the cache is about to be measured out
+    return found
 
 
 def _trial_prompts(folder: Path, loaded: LoadedModel) -> Sequence[tuple[int, ...]]:

@@ -86,6 +86,9 @@ class DraftTrials:
             except (OutriderError, TimeoutError) as error:
                 log.warning("draft %s could not be tried: %s", replica.address, error or "it takes too long")
                 return None
+            except Exception:  # a bug must not end the trials of others
+                log.exception("draft %s could not be tried", replica.address)
+                return None
             if trial.num_rounds:
                 return self._judged(trial, replica.address)
             await asyncio.sleep(PAUSE_S)
