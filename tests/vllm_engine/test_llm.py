@@ -27,6 +27,8 @@ from support.adapters import save_adapter
 from outrider.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
+from outrider.vllm.link import KEY
+from outrider.vllm.source import LINK
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")  # ZeroMQ's, which vLLM leaves
 QUIET: dict[str, Any] = {"use_tqdm": False}
@@ -98,6 +100,7 @@ def test_two_ranks_and_a_draft_model(ours: list[list[int]], tmp_path: Path) -> N
     names = run("draft_model", ("tensor_parallel_size=1", "tensor_parallel_size=2, enable_lora=True"))
     with names["llm"] as llm:
         assert engine_of(llm).startswith("vllm-") and len(vllm_processes()) == 3  # the engine and two workers
+        assert not {LINK, KEY} & os.environ.keys()  # which another engine, started from here, would follow
         (output,) = names["outputs"]
         assert output.finished and output.outputs[0].token_ids
         assert greedy_ids(llm) == ours

@@ -111,11 +111,11 @@ async def start_engine(
     link, unlinked = (None if drafts_itself(settings) else EngineLink()), Unlinked()
     if link is not None:
         await link.listen()
-        os.environ.update(link.environment)
         use_first_runner()
     try:
         made: list[Any] = []  # and not the future's result, which outlives its use
-        await asyncio.to_thread(lambda: made.append(new_llm(settings, unlinked if link is None else None, base)))
+        with in_environment({} if link is None else link.environment):  # of the processes started now, and no others
+            await asyncio.to_thread(lambda: made.append(new_llm(settings, unlinked if link is None else None, base)))
         llm = made.pop()
         await first_step(llm)
         step_costs = () if link is None else await measure_steps(llm, link)
@@ -289,6 +289,13 @@ def told_of_threads(settings: TargetSettings) -> Iterator[None]:
     openmp = Path(sys.prefix) / "lib" / OPENMP
     if settings.device == "cpu" and openmp.is_file() and "omp" not in (preloaded := os.environ.get("LD_PRELOAD", "")):
         told["LD_PRELOAD"] = f"{preloaded}:{openmp}".strip(":")
+    with in_environment(told):
+        yield
+
+
+@contextmanager
+def in_environment(told: Mapping[str, str]) -> Iterator[None]:
+    """What is started meanwhile finds these variables; afterwards they are as before."""
     before = {name: os.environ.get(name) for name in told}
     os.environ.update(told)
     try:
