@@ -14,6 +14,7 @@ import pytest
 from support.environment import START_S
 from support.metrics import samples_of
 from support.models import other_weights
+from support.services import wait_for_draft
 
 from outrider.cli.local_services import Services
 from outrider.client import Client, GatewayInfo
@@ -62,6 +63,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         flags = ["--http", "127.0.0.1:0", "--draft-trial", "refuse"]
         gateway = services.start("gateway", ["gateway", "--listen", "127.0.0.1:0", *peers, *flags])
         services.wait(gateway, START_S)
+        wait_for_draft(gateway.address, START_S, services.check)
         yield Running(pair, noise, draft.address, gateway.address, gateway.find(HTTP))
 
 
