@@ -111,7 +111,8 @@ class BlockConvolution:
         for tap in range(self._taps):
             row = torch.arange(len(x), device=x.device) - tap
             before = x[row.clamp(min=0)].masked_fill((places < tap)[:, None], 0.0)  # [rows, hidden]
-            total = total + before * (base[tap] + kernels[:, tap].repeat_interleave(self._group, dim=1))
+            of_channels = kernels[:, tap, :, None].expand(-1, -1, self._group).flatten(1)  # [rows, hidden]
+            total = total + before * (base[tap] + of_channels)
         return total
 
 
