@@ -115,10 +115,11 @@ class DraftTrials:
     async def _continued(
         self, replica: Replica[DraftInfo], prompt: tuple[int, ...], method: str, k: int
     ) -> list[Commit]:
+        model = self._targets.info.model
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         asked = Open(
             0, prompt, sampling, priority=LAST, salt="draft trial", method=method,
-            tokenizer_fingerprint=self._targets.info.model.tokenizer_fingerprint,
+            tokenizer_fingerprint=model.tokenizer_fingerprint, model_digest=model.digest,
         )  # fmt: skip
         policy, commits = Policy(k, patience_ms=PATIENCE_MS), []
         async with aclosing(speculate(_OneDraft(replica), self._targets, asked, policy)) as items:

@@ -25,12 +25,13 @@ from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder import DecoderLayer
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.products import Product
-from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
+from outrider.kernels.attention.plan import AttentionPlan
 from outrider.kernels.attention.tree_mask import block_mask
 from outrider.kernels.kv_store.reference import store_kv_rotary
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.proposers.heads.block_config import BlockConfig, Sight
 from outrider.proposers.heads.head import HeadReader, TargetWeights, check_ids
+from outrider.proposers.heads.layer import plan_rows
 from outrider.proposers.heads.layer_weights import further_layer, key_value
 
 MASK = -1  # stands for the mask in a batch's ids
@@ -148,32 +149,9 @@ class BlockHead:
         return self._cos[positions], self._sin[positions]
 
     def _plan(self, batch: Batch | StaticBatch, cache: KVCache, sight: Sight) -> AttentionPlan:
-        layer = self.config.layer
         window = None if sight.window is None else sight.window + 1  # with the first row itself
         tree = block_mask(starts_of(batch), len(batch.token_ids), sight.whole)
-        if isinstance(batch, StaticBatch):
-            return plan_on_device(
-                batch.block_tables,
-                batch.query_starts,
-                batch.context_lens,
-                max_query_len=batch.max_query_len,
-                sliding_window=window,
-                max_model_len=layer.max_model_len,
-                first_key=1,
-                tree=tree,
-            )
-        return plan_attention(
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            block_size=cache.block_size,
-            heads_per_kv_head=layer.num_heads // layer.num_kv_heads,
-            dtype=cache.keys[0].dtype,
-            sliding_window=window,
-            max_model_len=layer.max_model_len,
-            first_key=1,
-            tree=tree,
-        )
+        return plan_rows(batch, self.config.layer, cache.block_size, cache.keys[0].dtype, window, tree)
 
 
 def starts_of(batch: Batch | StaticBatch) -> Tensor:  # [sequences + 1]

@@ -21,6 +21,7 @@ from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
+from outrider.kernels.types import TreeMask
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 from outrider.proposers.heads.layer_weights import further_layer, read_layer
 
@@ -101,33 +102,46 @@ class LayerHead(ABC):
         return normed, residual, (self._cos[positions], self._sin[positions])
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, dtype: torch.dtype) -> AttentionPlan:
-        window, longest = self.config.sliding_windows[0], self.config.max_model_len
-        if isinstance(batch, StaticBatch):
-            return plan_on_device(
-                batch.block_tables,
-                batch.query_starts,
-                batch.context_lens,
-                max_query_len=batch.max_query_len,
-                sliding_window=window,
-                max_model_len=longest,
-                first_key=1,
-            )
-        return plan_attention(
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            block_size=block_size,
-            heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
-            dtype=dtype,
-            sliding_window=window,
-            parents=batch.parents,
-            max_model_len=longest,
-            first_key=1,
-        )
+        return plan_rows(batch, self.config, block_size, dtype, self.config.sliding_windows[0])
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:  # [rows, hidden], [hidden] -> [rows, hidden]
         """RMS norm by the layer's epsilon."""
         return rms_norm(x, weight, self.config.rms_norm_eps)
+
+
+def plan_rows(
+    batch: Batch | StaticBatch,
+    config: DecoderConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    tree: TreeMask | None = None,  # of blocks, in place of a batch's own parents
+) -> AttentionPlan:
+    """What each row sees of a head's cache, whose place 0 holds nothing."""
+    if isinstance(batch, StaticBatch):
+        return plan_on_device(
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            max_query_len=batch.max_query_len,
+            sliding_window=window,
+            max_model_len=config.max_model_len,
+            first_key=1,
+            tree=tree,
+        )
+    return plan_attention(
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        block_size=block_size,
+        heads_per_kv_head=config.num_heads // config.num_kv_heads,
+        dtype=dtype,
+        sliding_window=window,
+        parents=batch.parents,
+        max_model_len=config.max_model_len,
+        first_key=1,
+        tree=tree,
+    )
 
 
 def layer_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
