@@ -8,16 +8,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from chaos.fleet import Drafting, Fleet
 from lossless.composition import driver, processes
 from lossless.composition.page import PAGE, written
-from lossless.composition.processes import ProcessRow, process_rows
+from lossless.composition.processes import process_rows
 from lossless.composition.table import rows
-
-
-async def _across(folder: Path, seed: int) -> dict[ProcessRow, str]:
-    async with Fleet("20", Drafting.of(seed)) as fleet:
-        return await processes.run(fleet, process_rows(2, seed), folder, print)
 
 
 def main() -> int:
@@ -30,10 +24,10 @@ def main() -> int:
         print(
             "\n".join(found.failures) or f"{len(found.outcomes)} rows in one process, all as plain decoding", flush=True
         )
-        across = asyncio.run(_across(Path(name), given.seed))
+        across = asyncio.run(processes.run(process_rows(2, given.seed), Path(name), given.seed, print))
     PAGE.write_text(written(found, across, given.strength, given.seed), encoding="utf-8")
     print(f"{PAGE} is written")
-    return bool(found.failures or any(across.values()))
+    return bool(found.failures or any(across.problems.values()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lossless.composition.on_vllm import FACTORS as ON_VLLM
 from lossless.composition.on_vllm import LEFT_OUT
 from lossless.composition.processes import EXCLUSIONS as ACROSS
 from lossless.composition.processes import FACTORS as PROCESSES
-from lossless.composition.processes import ProcessRow
+from lossless.composition.processes import Across
 from lossless.composition.table import EXCLUSIONS, FACTORS, Exclusion, exclusion_of
 
 PAGE = Path("docs/composition.md")
@@ -47,18 +47,19 @@ In no table: pictures, which targets on vLLM alone take.
 """
 
 
-def written(found: Run, across: Mapping[ProcessRow, str], strength: int, seed: int) -> str:
-    """The page; `across` is what was wrong with each row, empty: nothing."""
-    outcomes = found.outcomes
+def written(found: Run, across: Across, strength: int, seed: int) -> str:
+    """The page."""
+    outcomes, problems = found.outcomes, across.problems
     parts = [
         HEAD.format(strength={2: "two", 3: "three"}[strength]),
         f"{date.today().isoformat()}, seed {seed}: {len(outcomes)} rows on {found.num_servers} configurations in one "
         "process, "
         f"{sum(one.num_replayed for one in outcomes):,} windows judged again, "
         f"{sum(one.num_accepted for one in outcomes):,} drafted tokens accepted of "
-        f"{sum(one.num_drafted for one in outcomes):,}; {len(across)} rows across processes. "
-        f"{sum(not one.problems for one in outcomes)} and {sum(not problem for problem in across.values())} of them as "
-        "plain decoding.\n",
+        f"{sum(one.num_drafted for one in outcomes):,}; {len(problems)} rows across processes, "
+        f"{across.num_replayed:,} windows judged again. "
+        f"{sum(not one.problems for one in outcomes)} and {sum(not problem for problem in problems.values())} of them "
+        "as plain decoding.\n",
         "## In one process\n",
         values_of(FACTORS),
         "Pairs of values that stood together in a row that was as plain decoding, of those that may:\n",
@@ -67,9 +68,10 @@ def written(found: Run, across: Mapping[ProcessRow, str], strength: int, seed: i
         _plainly(outcomes),
         "## Across processes\n",
         "Two targets, two drafts and two gateways of the embedded pair; what befalls one of them does so while the\n"
-        "row's request runs. Greedy and coupled answers are plain decoding's, others come whole.\n",
+        "row's request runs. Greedy and coupled answers are plain decoding's. Under rejection each window is judged\n"
+        "again as above, whichever of the targets judged it, killed or not; each token of the answer comes of one.\n",
         values_of(PROCESSES),
-        _pairs(PROCESSES, ACROSS, [asdict(row) for row, problem in across.items() if not problem]),
+        _pairs(PROCESSES, ACROSS, [asdict(row) for row, problem in problems.items() if not problem]),
         why_not(ACROSS),
         "## Targets on vLLM\n",
         "`make test-vllm` runs an array of pairs there, over HTTP, too: greedy answers are those of vLLM's plain\n"

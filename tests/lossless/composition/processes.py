@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from chaos.asks import PATIENT, RULES, SHAPES, TIMEOUT_S, Answer, Ask, expectations
 from chaos.faults import Kill
-from chaos.fleet import Fleet, Member
+from chaos.fleet import Drafting, Fleet, Member
 from chaos.over_http import SHAPES as OVER_HTTP
 from chaos.over_http import Asker, Choices
 from chaos.proxy import DOWN
 from chaos.streams import Stream, judge
+from lossless.composition.replay import Judged, Replay
 from lossless.composition.table import Combination, Exclusion, covering
+from lossless.composition.telling import Told, telling
 from support.models import other_weights
 
 from outrider.client import Client
@@ -111,21 +113,59 @@ def ask_of(row: ProcessRow, number: int, fleet: Fleet) -> Ask:
     return Ask(str(row), row.rule, row.shape, options)
 
 
-async def run(
-    fleet: Fleet, rows: Sequence[ProcessRow], folder: Path, told: Callable[[str], None]
-) -> dict[ProcessRow, str]:
-    """What was wrong with each; empty: nothing."""
-    asks = [ask_of(row, number, fleet) for number, row in enumerate(rows)]
-    expected = await expectations(asks, fleet)
-    worse = other_weights(pair_path().draft_by(fleet.drafting.model), folder / "worse")
-    found = {}
-    for row, ask in zip(rows, asks, strict=True):
-        found[row] = await _one(fleet, row, ask, expected, worse)
-        told(f"{row}: {found[row] or 'as plain decoding'}")
-    return found
+@dataclass(slots=True)
+class Across:
+    """What was wrong with each row, empty: nothing; and how many windows were judged again."""
+
+    problems: dict[ProcessRow, str] = field(default_factory=dict)
+    num_replayed: int = 0
 
 
-async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answer], worse: Path) -> str:
+async def run(rows: Sequence[ProcessRow], folder: Path, seed: int, say: Callable[[str], None]) -> Across:
+    """All of them, by a fleet whose targets tell what they judge."""
+    with telling(folder / "told") as told, LLM(str(pair_path().target), batch_invariant=True, threads=1) as llm:
+        backend: Any = llm._backend
+        replay, found = Replay(backend.target.engine), Across()
+        async with Fleet("20", Drafting.of(seed)) as fleet:
+            asks = [ask_of(row, number, fleet) for number, row in enumerate(rows)]
+            expected = await expectations(asks, fleet)
+            worse = other_weights(pair_path().draft_by(fleet.drafting.model), folder / "worse")
+            for row, ask in zip(rows, asks, strict=True):
+                stream = await _one(fleet, row, ask, expected, worse)
+                problem = stream.error or stream.change
+                if not problem and row.rule in ("rejection", "block"):
+                    found.num_replayed += len(windows := windows_of(ask, told))
+                    problem = await asyncio.to_thread(_judged_again, stream.answer, windows, replay)
+                found.problems[row] = problem
+                say(f"{row}: {problem or 'as plain decoding'}")
+        return found
+
+
+def windows_of(ask: Ask, told: Told) -> list[Judged]:
+    """What targets judged of a request, which is the only one that runs."""
+    return [window for window in told.news() if window.request.seed == ask.options["seed"]]
+
+
+def _judged_again(answer: Answer | None, windows: Sequence[Judged], replay: Replay) -> str:
+    """Every window, whichever target judged it, and whether all tokens of the answer come of some; what is wrong."""
+    for window in windows:
+        try:
+            replay.check(window)
+        except AssertionError as error:
+            return f"replayed: {error}"
+    for number, completion in enumerate(answer.completions if answer else ()):
+        missing = set(range(len(completion.ids)))
+        for window in (one for one in windows if one.request.completion == number):
+            whole = (*window.tokens[window.prompt_len :], *window.ids)
+            if whole == completion.ids[: len(whole)]:
+                missing -= set(range(len(whole) - len(window.ids), len(whole)))
+        if missing:
+            return f"completion {number}: no target judged tokens {sorted(missing)}"
+    return ""
+
+
+async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answer], worse: Path) -> Stream:
+    """A row's request, and what befalls who serves it meanwhile."""
     stream = Stream(ask, row.transport, time.monotonic())
     fault = asyncio.create_task(_befall(fleet, row, stream.arrivals, worse)) if row.fault != "none" else None
     await asyncio.sleep(0)  # it watches
@@ -136,7 +176,8 @@ async def _one(fleet: Fleet, row: ProcessRow, ask: Ask, expected: dict[str, Answ
     if stream.answer is not None:
         judge(stream, stream.answer, expected, left=False)
     missed = "" if fault is None else await fault
-    return stream.error or stream.change or missed
+    stream.error = stream.error or stream.change or missed
+    return stream
 
 
 async def _befall(fleet: Fleet, row: ProcessRow, arrivals: list[float], worse: Path) -> str:

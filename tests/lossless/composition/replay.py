@@ -59,7 +59,7 @@ class Replay:
     def __init__(self, engine: Any) -> None:
         model, adapters = engine._runner.model, engine._runner.adapters
         self._vocab_size = engine.limits.vocab_size
-        self._runner = ModelRunner(model, 32, adapters=adapters)
+        self._runner = ModelRunner(model, -(-engine.limits.max_model_len // 16), adapters=adapters)
         self._compiler = next(part for part in engine.parts if hasattr(part, "_grammars"))._grammars.compiler
 
     @torch.inference_mode()
