@@ -274,6 +274,28 @@ def test_a_target_of_other_names_is_refused(tmp_path: Path, target: Path) -> Non
         HeadTarget.read(tmp_path, loaded)
 
 
+def test_a_block_drafter_may_be_narrow(
+    target: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heads, "HeadPlan", partial(HeadPlan, course=COURSE))
+    arguments = ["dspark", str(target), str(corpus), "--out", str(tmp_path / "made"), "--steps", "1", "--inner", "24"]
+    threads = torch.get_num_threads()
+    assert main([*arguments, "--rank", "5", "--threads", "1"]) == 0
+    torch.set_num_threads(threads)
+    state = load_file(tmp_path / "made" / "model.safetensors")
+    assert {len(state[name]) for name in state if name.endswith("up_proj.weight")} == {24}
+    assert state["markov_head.markov_w1.weight"].shape == (VOCAB, 5)
+    exported(tmp_path / "made", target)
+    whole, narrow = (
+        heads.head_needs(plan_of("dspark", target, corpus, tmp_path / "made", **sizes))
+        for sizes in ({}, {"inner": 24, "rank": 5})
+    )
+    assert narrow.trained < whole.trained
+    capsys.readouterr()
+    assert main(["dflash", *arguments[1:], "--rank", "5"]) == 1
+    assert "rank: is for dspark; the method is dflash" in capsys.readouterr().err
+
+
 def test_the_command(
     target: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,11 +92,17 @@ class HeadPlan(RunPlan):
     method: HeadMethod
     num_tokens: int | None = None  # that it learns to draft in a row; None: the method's
     draft_vocab: int | None = None  # eagle3's outputs: the corpus's likeliest tokens; None: all
+    inner: int | None = None  # channels of a block drafter's feed-forward; None: the target's
+    rank: int | None = None  # of dspark's Markov head; None: MARKOV_RANK
 
     @property
     def depth(self) -> int:
         """Tokens in a row."""
         return self.num_tokens or NUM_TOKENS[self.method]
+
+    def markov_rank(self, hidden_size: int) -> int:
+        """Of dspark's table from a token to the next."""
+        return self.rank or min(MARKOV_RANK, hidden_size)
 
 
 @dataclass(frozen=True)
@@ -164,15 +170,16 @@ def head_needs(plan: HeadPlan) -> Needs:
     hidden, vocab_size = target.hidden_size, target.vocab_size
     num_taps = len(eagle3_taps(target.num_layers)) if plan.method in TAPPED else 1
     num_outputs = min(plan.draft_vocab or vocab_size, vocab_size)
-    markov = vocab_size * min(MARKOV_RANK, hidden)  # a table of it, of two
+    markov = vocab_size * plan.markov_rank(hidden)  # a table of it, of two
+    layers = BLOCK_LAYERS * replace(target, intermediate_size=plan.inner or target.intermediate_size).layer_parameters
     output = {"eagle3": num_outputs * hidden, "mlp": vocab_size * hidden, "dspark": markov}.get(plan.method, 0)
     inner = {
         "eagle3": num_taps * hidden**2 + target.layer_parameters + hidden * (target.query_size + 2 * target.key_size),
         "mtp": 2 * hidden**2 + target.layer_parameters,
         "medusa": plan.depth * hidden**2,
         "mlp": vocab_size * hidden + 2 * hidden**2,
-        "dflash": num_taps * hidden**2 + BLOCK_LAYERS * target.layer_parameters,
-        "dspark": num_taps * hidden**2 + BLOCK_LAYERS * target.layer_parameters + markov,
+        "dflash": num_taps * hidden**2 + layers,
+        "dspark": num_taps * hidden**2 + layers + markov,
     }[plan.method]
     shared = (2 - target.tied_embeddings) * target.kept_itemsize * vocab_size * hidden
     if plan.method in ("mtp", *TAPPED):
@@ -257,6 +264,7 @@ def _block_fields(plan: HeadPlan, config: Mapping[str, Any], target: TargetWeigh
         "model_type": "qwen3",
         "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
         "num_hidden_layers": BLOCK_LAYERS,
+        "intermediate_size": plan.inner or config["intermediate_size"],
         "head_dim": config.get("head_dim") or hidden // config["num_attention_heads"],
         "num_target_layers": target.num_layers,
         "block_size": plan.depth if is_dspark else plan.depth + 1,
@@ -267,7 +275,7 @@ def _block_fields(plan: HeadPlan, config: Mapping[str, Any], target: TargetWeigh
         },
     }
     if is_dspark:
-        fields |= {"markov_rank": min(MARKOV_RANK, hidden), "markov_head_type": "vanilla"}
+        fields |= {"markov_rank": plan.markov_rank(hidden), "markov_head_type": "vanilla"}
         fields |= {"confidence_head_with_markov": True}
     return fields
 

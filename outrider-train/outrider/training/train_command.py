@@ -29,7 +29,8 @@ DESCRIPTION = (
     "there. A run that was cut short goes on when it is started again with the same settings."
 )
 DRAFTS = ("draft", "pard")  # models of their own
-HEADS = ("eagle3", "medusa", "mlp", "mtp", "dflash", "dspark")
+BLOCKS = ("dflash", "dspark")  # heads that draft a window in one pass
+HEADS = ("eagle3", "medusa", "mlp", "mtp", *BLOCKS)
 
 
 class TrainSettings(ServiceSettings):
@@ -64,6 +65,12 @@ class TrainSettings(ServiceSettings):
     draft_vocab: int | None = Field(
         None, ge=1, description="outputs of eagle3: the corpus's likeliest tokens (default: the whole vocabulary)"
     )
+    inner: int | None = Field(
+        None, ge=1, description="channels of the feed-forward of dflash and dspark (default: the target's)"
+    )
+    rank: int | None = Field(
+        None, ge=1, description="of what dspark's token before adds (default: 256, and no more than hidden channels)"
+    )
     steps: int = Field(1200, ge=1, description="steps of the optimizer")
     batch: int | None = Field(None, ge=1, le=256, description="windows of a step, of 256 tokens each (default: 8)")
     threads: int | None = Field(None, ge=1, le=256, description="threads (default: all cores)")
@@ -92,7 +99,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider model train") 
 
 def check_method(settings: TrainSettings) -> None:
     """Raises ValueError for a setting that is given and is not the method's."""
-    own = {"draft": DRAFTS, "layers": DRAFTS, "tokens": HEADS, "draft_vocab": ("eagle3",)}
+    own = {
+        "draft": DRAFTS, "layers": DRAFTS, "tokens": HEADS, "draft_vocab": ("eagle3",), "inner": BLOCKS,
+        "rank": ("dspark",),
+    }  # fmt: skip
     for name, methods in own.items():
         if getattr(settings, name) is not None and settings.method not in methods:
             flag = name.replace("_", "-")
@@ -126,6 +136,8 @@ def head_plan(settings: TrainSettings, target: Path) -> HeadPlan:
         out=settings.out,
         num_tokens=settings.tokens,
         draft_vocab=settings.draft_vocab,
+        inner=settings.inner,
+        rank=settings.rank,
         steps=settings.steps,
         **_course(settings),
     )
