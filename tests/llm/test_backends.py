@@ -188,7 +188,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def started(tiny_pair: TinyPair) -> LLM:
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 3}
     return LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config)
 
 

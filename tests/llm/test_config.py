@@ -336,7 +336,10 @@ def test_a_list_drafts_in_this_process(method: list[str], tiny_pair: TinyPair) -
     prompts = [[5, 6, 7, 8] * 6, [9, 3, 9, 4] * 6]
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = []
-    for speculative in (None, {"method": method, "num_speculative_tokens": 4, "model": tiny_pair.draft}):
+    for speculative in (
+        None,
+        {"method": method, "num_speculative_tokens": 4, "draft_trial": "off", "model": tiny_pair.draft},
+    ):
         if speculative is not None and "draft_model" not in method:
             del speculative["model"]
         with LLM(tiny_pair.target, speculative_config=speculative) as llm:
@@ -365,7 +368,7 @@ def test_fields_that_do_not_act_are_refused(name: str) -> None:
 
 def test_a_drafts_weights_may_have_8_bits(tiny_pair: TinyPair) -> None:
     """... and the output stays the target's."""
-    drafts: dict[str, Any] = {"model": tiny_pair.draft, "num_speculative_tokens": 3}
+    drafts: dict[str, Any] = {"draft_trial": "off", "model": tiny_pair.draft, "num_speculative_tokens": 3}
     found = []
     for quantization in (None, "int8"):
         with LLM(tiny_pair.target, speculative_config=drafts | {"quantization": quantization}) as llm:
@@ -479,7 +482,8 @@ def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:
     with pytest.raises(ValueError, match="more than the target's 64"):
         LLM(
             tiny_pair.target, max_model_len=64,
-            speculative_config={"model": tiny_pair.draft, "num_speculative_tokens": 2, "max_model_len": 65},
+            speculative_config={"draft_trial": "off", "model": tiny_pair.draft, "num_speculative_tokens": 2,
+                                "max_model_len": 65},
         )  # fmt: skip
 
 

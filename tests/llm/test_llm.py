@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import hf_logits, save_tiny, train_byte_level
+from support.models import hf_logits, other_weights, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 import outrider.llm
@@ -64,7 +64,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_greedy_equals_generate(tiny_pair: TinyPair, method: str | None, k: int) -> None:
     config: dict[str, Any] | None = {"method": method, "num_speculative_tokens": k, "prompt_lookup_min": 1}
     if method == "draft_model":
-        config = {"model": str(tiny_pair.draft), "num_speculative_tokens": k}
+        config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": k}
     prompts = prompts_of(4 + k, k)
     with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config if method else None) as made:
         outputs = made.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), **QUIET)
@@ -81,7 +81,13 @@ def test_a_draft_in_parallel(tiny_pair: TinyPair, tmp_path: Path, config: dict[s
     draft = shutil.copytree(tiny_pair.draft, tmp_path / "draft")
     written = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(written | {"pard_token": VOCAB - 1}))
-    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, **config}
+    speculation = {
+        "method": "draft_model",
+        "draft_trial": "off",
+        "model": str(draft),
+        "num_speculative_tokens": 4,
+        **config,
+    }
     prompts = prompts_of(3)
     with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=speculation) as made:
         outputs = made.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), **QUIET)
@@ -95,7 +101,7 @@ def test_a_draft_of_another_vocabulary(tiny_pair: TinyPair, tmp_path: Path) -> N
     folder, prompts = save_tiny(tmp_path, seed=1, vocab_size=280, eos_token_id=None), prompts_of(5)
     train_byte_level(280).save(str(folder / "tokenizer.json"))
     drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
-    config = {"model": str(folder), "num_speculative_tokens": 3}
+    config = {"draft_trial": "off", "model": str(folder), "num_speculative_tokens": 3}
     with LLM(tiny_pair.target, batch_invariant=True, threads=1, mode="branches", speculative_config=config) as made:
         greedy = made.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), **QUIET)
         coupled = made.generate(prompts, drawn, **QUIET)
@@ -220,7 +226,7 @@ def test_a_prompt_may_bring_a_prediction(tiny_pair: TinyPair) -> None:
     expected = greedy_ids(tiny_pair, prompt, 30)
     given = {"prompt_token_ids": prompt, "prediction": [*expected[:10], 7, *expected[10:]]}
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    for config in (None, {"model": str(tiny_pair.draft), "num_speculative_tokens": 4}):
+    for config in (None, {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 4}):
         with LLM(
             tiny_pair.target,
             threads=1,
@@ -240,7 +246,7 @@ def test_seeds_and_completions(tiny_pair: TinyPair) -> None:
     """The LLM's seed and the request's number make a request's seed; a request's own seed stands alone."""
 
     def run(llm_seed: int, k: int = 3, **fields: Any) -> list[list[list[int]]]:
-        config = {"model": str(tiny_pair.draft), "num_speculative_tokens": k}
+        config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": k}
         with LLM(tiny_pair.target, seed=llm_seed, batch_invariant=True, threads=1, speculative_config=config) as made:
             params = SamplingParams(n=2, temperature=1.0, max_tokens=12, **fields)
             return [[c.token_ids for c in output.outputs] for output in made.generate([[5, 6, 7]] * 2, params, **QUIET)]
@@ -253,7 +259,12 @@ def test_seeds_and_completions(tiny_pair: TinyPair) -> None:
 
 
 def test_a_greedy_draft_of_a_sampled_request(tiny_pair: TinyPair) -> None:
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+    config = {
+        "draft_trial": "off",
+        "model": str(tiny_pair.draft),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "greedy",
+    }
     with LLM(tiny_pair.target, threads=1, speculative_config=config) as made:
         # Cold enough that the most likely token is mostly drawn: at temperature 1 this flat model accepts 0 to 3 of 40.
         params = SamplingParams(temperature=0.1, max_tokens=40, seed=3, ignore_eos=True)
@@ -269,7 +280,12 @@ def test_drafts_that_are_unsure_end_early(tiny_pair: TinyPair, temperature: floa
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
     found = []
     for confidence in (0.0, 1.0):  # at 1 every draft ends behind its first token
-        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, **dict.fromkeys(DRAFT_OPTIONS, confidence)}
+        config = {
+            "draft_trial": "off",
+            "model": tiny_pair.draft,
+            "num_speculative_tokens": 3,
+            **dict.fromkeys(DRAFT_OPTIONS, confidence),
+        }
         with LLM(tiny_pair.target, threads=1, speculative_config=config, acceptance="coupled") as made:
             (output,) = made.generate([[5, 6, 7]], params, **QUIET)
             values: Any = {metric.name: metric for metric in made.get_metrics()}
@@ -486,7 +502,7 @@ async def test_inside_a_running_loop(llm: LLM, tiny_pair: TinyPair) -> None:
 @pytest.mark.parametrize("mode", ["auto", "chains", "branches"])
 def test_running_ahead_changes_no_token(tiny_pair: TinyPair, mode: str) -> None:
     """With no seed of their own, requests are then coupled: what they draw follows from the LLM's seed alone."""
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 3}
     params = [SamplingParams(temperature=0, max_tokens=40), SamplingParams(temperature=1, max_tokens=40)]
     with LLM(tiny_pair.target, mode=mode, batch_invariant=True, threads=1, speculative_config=config) as made:
         ids = ids_of(made.generate([[4, 5, 6]] * 2, params, **QUIET))
@@ -506,7 +522,12 @@ def test_vllms_name_of_block_verification(tiny_pair: TinyPair, monkeypatch: pyte
         return admit(opened, *rest)
 
     monkeypatch.setattr(target_engine, "admit", noted)
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3, "rejection_sample_method": "block"}
+    config = {
+        "draft_trial": "off",
+        "model": str(tiny_pair.draft),
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "block",
+    }
     params = [SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=1, max_tokens=16, seed=7)]
     options: Any
     for options, rule in (({}, AcceptanceRule.BLOCK), ({"acceptance": "coupled"}, AcceptanceRule.COUPLED)):
@@ -617,7 +638,7 @@ def test_no_drafts_above_the_batch_size(
     tiny_pair: TinyPair, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "disable_by_batch_size": 2}
-    config |= {"prompt_lookup_min": 1} if method == "ngram" else {"model": str(tiny_pair.draft)}
+    config |= {"prompt_lookup_min": 1} if method == "ngram" else {"draft_trial": "off", "model": str(tiny_pair.draft)}
     prompts = [[7, 8, 9], [20, 21, 22], [50, 60, 70]]
     greedy = SamplingParams(temperature=0, max_tokens=40)
     expected = [greedy_ids(tiny_pair, prompt, 120) for prompt in prompts]
@@ -639,7 +660,7 @@ def test_no_drafts_above_the_batch_size(
 
 def test_fewer_tokens_by_batch_size(tiny_pair: TinyPair) -> None:
     config: dict[str, Any] = {
-        "model": str(tiny_pair.draft), "num_speculative_tokens": 4,
+        "draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [(1, 2, 2), (3, 8, 1)],
     }  # fmt: skip
     prompts = [[7, 8, 9], [20, 21, 22], [50, 60, 70]]
@@ -680,3 +701,22 @@ def test_a_long_prompts_log_probabilities_come_in_slices() -> None:
     rows = builder.output.prompt_logprobs
     assert rows is not None and rows[0] is None
     assert [list(row) for row in rows[1:] if row is not None] == [[6], [7, 9]]
+
+
+def test_a_draft_that_knows_nothing_of_its_target_does_not_draft(
+    tiny_pair: TinyPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise = other_weights(tiny_pair.draft, tmp_path / "noise", noise=10.0)
+    prompt, greedy = [7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=12)
+    plain = greedy_ids(tiny_pair, prompt, 12)
+    drafted = {}
+    for trial, method in (("refuse", "draft_model"), ("warn", "draft_model"), ("refuse", "ngram,draft_model")):
+        lookups = {"prompt_lookup_min": 1} if "ngram" in method else {}
+        config = {"model": str(noise), "method": method, "num_speculative_tokens": 3, "draft_trial": trial, **lookups}
+        with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config) as made:
+            assert ids_of(made.generate([TokensPrompt(prompt_token_ids=prompt)], greedy, **QUIET)) == [[*plain]]
+            counts: dict[str, Any] = {metric.name: metric for metric in made.get_metrics()}
+            drafted[trial, method] = counts["vllm:spec_decode_num_draft_tokens"].value
+    assert drafted["refuse", "draft_model"] == 0 < drafted["warn", "draft_model"]
+    assert drafted["refuse", "ngram,draft_model"] > 0
+    assert "is no draft for this target" in caplog.text and "It drafts all the same" in caplog.text

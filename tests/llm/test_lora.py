@@ -239,7 +239,7 @@ PROMPTS = [[11, 12, 13, 40, 41], [7] * 40]
 
 def test_in_this_process_they_are_loaded_when_they_are_asked_for(tiny_pair: TinyPair, adapters: list[Path]) -> None:
     """In mixed batches, with a draft for the model alone, more than lie on the device or are kept."""
-    speculation = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    speculation = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 3}
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "threads": 1}
     asked = [None, *(LoRARequest(f"lora {number}", number + 1, folder) for number, folder in enumerate(adapters))]
     wanted = [greedy_ids(tiny_pair, PROMPTS[0], 16)]

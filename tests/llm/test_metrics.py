@@ -17,7 +17,7 @@ SPEC = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_t
 
 
 def test_the_four_of_speculation_and_the_others(tiny_pair: TinyPair) -> None:
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 3}
     with LLM(tiny_pair.target, threads=1, speculative_config=config, served_model_name="tiny") as made:
         before = {metric.name: metric for metric in made.get_metrics() if "spec_decode" in metric.name}
         assert list(before) == [f"vllm:spec_decode_{name}" for name in SPEC]
@@ -58,7 +58,7 @@ def test_the_four_of_speculation_and_the_others(tiny_pair: TinyPair) -> None:
 
 
 def test_what_speculation_came_to_for_one_completion(tiny_pair: TinyPair) -> None:
-    config: dict[str, Any] = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    config: dict[str, Any] = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 3}
     options: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", "threads": 1}
     with LLM(tiny_pair.target, speculative_config=config, **options) as made:
         params = SamplingParams(temperature=1, n=2, max_tokens=40)

@@ -43,7 +43,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture(scope="session")
 def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
     """With a draft model; shared by the tests that only generate."""
-    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 4}
+    config = {"draft_trial": "off", "model": str(tiny_pair.draft), "num_speculative_tokens": 4}
     with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config) as made:
         yield made
 

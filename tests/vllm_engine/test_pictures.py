@@ -315,7 +315,9 @@ def test_scripts_of_vllms_documentation_run(started: Started, tmp_path: Path, mo
     script = SCRIPT.replace("from vllm import", "from outrider.llm import")
     ours = f'"{started.folder}/target", max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=64 << 20, '
     ours += f'dtype="float32", limit_mm_per_prompt={{"image": 2}}, allowed_local_media_path="{tmp_path}", '
-    ours += f'speculative_config={{"model": "{started.folder}/draft", "num_speculative_tokens": 3}}'
+    ours += (
+        f'speculative_config={{"draft_trial": "off", "model": "{started.folder}/draft", "num_speculative_tokens": 3}}'
+    )
     names: dict[str, Any] = {}
     exec(script.replace('"llava-hf/llava-1.5-7b-hf"', ours), names)
     assert len(names["outputs"]) == 2 and all(output.finished for output in names["outputs"])

@@ -239,7 +239,7 @@ class SpeculativeConfig(_ForDrafts, RefusedFields):  # type: ignore[misc]  # who
         one_of(("standard", "synthetic", "block", "fly")),
         Only(None, "standard", "block", why="the others are lossy; allowed: standard, block"),
     ] = None
-    draft_trial: Annotated[str, one_of(("refuse", "warn", "off"))] = "refuse"  # of a head that is no draft
+    draft_trial: Annotated[str, one_of(("refuse", "warn", "off"))] = "refuse"  # of a head or model that is no draft
     disable_eagle_block_drop: bool = False
     disable_lookahead_block_hashes: bool = False
     schedule: BatchSchedule = field(init=False, repr=False)  # k by the number of running requests

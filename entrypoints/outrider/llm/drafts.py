@@ -3,13 +3,15 @@ target, or a model of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.draft_service.boot import load_draft
 from outrider.engine.loader import LoadedModel
+from outrider.gateway.peers.draft_trials import trial_commits
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
@@ -19,6 +21,7 @@ from outrider.llm.config import SpeculativeConfig, acceptance_of
 from outrider.llm.engine_choice import VLLM, vllms_own
 from outrider.llm.service_settings import draft_settings
 from outrider.llm.services import LocalDraft, LocalVerifier
+from outrider.planner.draft_trial import judge_trial
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.proposers.registry import make_proposer, method_of, needs_model
@@ -29,6 +32,9 @@ from outrider.target_service.boot import believed_head
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_trial import NO_HEAD, TriedHead
 from outrider.target_service.settings import TargetSettings
+
+Encode = Callable[[str], Sequence[int]]  # a text's ids
+log = logging.getLogger(__name__)
 
 
 class PlainDecoding:
@@ -65,6 +71,16 @@ class PlainDecoding:
     def check(self, target: LocalVerifier) -> str:
         """A warning about the pair; empty: none. Raises FailedPrecondition for models that are no pair."""
         return ""
+
+    def believed(
+        self,
+        runtime: LoopThread,
+        target: LocalVerifier,
+        drafter: Drafter | None,
+        encode: Callable[[str], Sequence[int]],
+    ) -> Drafter | None:
+        """What the loop asks, once a draft that is no good for the target was found out."""
+        return drafter
 
     def leave(self) -> None:
         """Gives back what is of the loop, on it, before it ends."""
@@ -173,6 +189,37 @@ class ModelDraft(Speculation):
 
     def check(self, target: LocalVerifier) -> str:
         return "" if self.service is None else check_pair(target.info.model, self.service.info.model)
+
+    def believed(
+        self,
+        runtime: LoopThread,
+        target: LocalVerifier,
+        drafter: Drafter | None,
+        encode: Callable[[str], Sequence[int]],
+    ) -> Drafter | None:
+        """It, or without its model where the target keeps no more of that than of a guess."""
+        if self.service is None or self._speculation.draft_trial == "off":
+            return drafter
+        method = next(name for name in self._speculation.methods if method_of(name).needs_model)
+        trial = judge_trial(method, runtime.run(trial_commits(self.service, target, encode, method)))
+        log.info("%s was tried: %s", self._speculation.model, trial)
+        if not trial.num_rounds or not trial.is_useless:
+            return drafter
+        refused = self._speculation.draft_trial == "refuse"
+        log.error(
+            "%s is no draft for this target: %s. Was it made for it, and for these weights? %s",
+            self._speculation.model, trial,
+            "It does not draft (draft_trial='warn' lets it)" if refused else "It drafts all the same",
+        )  # fmt: skip
+        return self._without_model(runtime) if refused else drafter
+
+    def _without_model(self, runtime: LoopThread) -> Drafter | None:
+        """What is left to draft; the model's memory is given back."""
+        runtime.call(self.leave)
+        self.stop()
+        self.service = self.loaded = None
+        lookups = [*self._lookups().values()]
+        return LocalDrafter(lookups, in_turn=True) if lookups else None
 
     def leave(self) -> None:
         if self.service is not None:

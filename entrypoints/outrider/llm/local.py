@@ -135,6 +135,7 @@ def start_local(
         _warn(_shorter(target.info.model.max_model_len, target.longest))
         drafter = draft.start(runtime, target, num_running)
         _warn(draft.check(target))
+        drafter = draft.believed(runtime, target, drafter, tokenizer.encode)
         config = _engine_config(arguments, draft, k)
         engine = runtime.call(lambda: GenerationEngine(tokenizer, target, drafter, config))
     except BaseException:

@@ -51,14 +51,19 @@ class Checkpoints:
         """What `LLM` is told of a method."""
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
         by_method: Mapping[str, Mapping[str, Any]] = {
-            "draft_model": {"model": self.draft},
+            "draft_model": {"draft_trial": "off", "model": self.draft},
             "ngram": {"method": "ngram", **lookup},
             "suffix": {"method": "suffix"},
             "prediction": {"method": "prediction"},
-            "pard": {"model": self.pard, "method": "pard"},
-            "self:int4": {"model": "self:int4"},
-            "in turn": {"model": self.draft, "method": "prediction,suffix,draft_model"},
-            "draft tree": {"model": self.draft, "method": "draft_model", "speculative_token_tree": TREE},
+            "pard": {"draft_trial": "off", "model": self.pard, "method": "pard"},
+            "self:int4": {"draft_trial": "off", "model": "self:int4"},
+            "in turn": {"draft_trial": "off", "model": self.draft, "method": "prediction,suffix,draft_model"},
+            "draft tree": {
+                "draft_trial": "off",
+                "model": self.draft,
+                "method": "draft_model",
+                "speculative_token_tree": TREE,
+            },
             "head tree": {"model": self.heads["eagle"], "speculative_token_tree": TREE, "draft_trial": "off"},
         }
         if method == "none":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from outrider.gateway.peers.remote import RemoteDrafts
 from outrider.gateway.peers.replicas import Replica
-from outrider.gateway.speculation.backends import DrafterLink, Verifier
+from outrider.gateway.speculation.backends import Drafter, DrafterLink, Verifier
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.draft_trial import MOST_DRAFTED, NUM_TOKENS, judge_trial, trial_prompts
 from outrider.planner.policy import Policy, Round
@@ -82,7 +82,8 @@ class DraftTrials:
         for _ in range(ATTEMPTS):
             try:
                 async with asyncio.timeout(TRIAL_S):
-                    trial = judge_trial(method, await self._commits(replica, method))
+                    commits = await trial_commits(_OneDraft(replica), self._targets, self._encode, method)
+                    trial = judge_trial(method, commits)
             except (OutriderError, TimeoutError) as error:
                 log.warning("draft %s could not be tried: %s", replica.address, error or "it takes too long")
                 return None
@@ -104,29 +105,27 @@ class DraftTrials:
         )
         return replace(trial, refused=self._verdict == "refuse")
 
-    async def _commits(self, replica: Replica[DraftInfo], method: str) -> list[Commit]:
-        """All that the target says behind the texts."""
-        info = self._targets.info
-        k = min(MOST_DRAFTED, info.max_window)
-        prompts = trial_prompts(self._encode, info.model.max_model_len)
-        said = await asyncio.gather(*(self._continued(replica, prompt, method, k) for prompt in prompts))
-        return [commit for commits in said for commit in commits]
 
-    async def _continued(
-        self, replica: Replica[DraftInfo], prompt: tuple[int, ...], method: str, k: int
-    ) -> list[Commit]:
-        model = self._targets.info.model
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        asked = Open(
-            0, prompt, sampling, priority=LAST, salt="draft trial", method=method,
-            tokenizer_fingerprint=model.tokenizer_fingerprint, model_digest=model.digest,
-        )  # fmt: skip
-        policy, commits = Policy(k, patience_ms=PATIENCE_MS), []
-        async with aclosing(speculate(_OneDraft(replica), self._targets, asked, policy)) as items:
-            async for item in items:
-                if isinstance(item, Round):
-                    commits.append(item.commit)
-        return commits
+async def trial_commits(
+    drafter: Drafter, targets: Verifier, encode: Callable[[str], Sequence[int]], method: str
+) -> list[Commit]:
+    """All that the target says behind the texts, beside a draft's method."""
+    info = targets.info
+    prompts = trial_prompts(encode, info.model.max_model_len)
+    said = await asyncio.gather(*(_continued(drafter, targets, prompt, method) for prompt in prompts))
+    return [commit for commits in said for commit in commits]
+
+
+async def _continued(drafter: Drafter, targets: Verifier, prompt: tuple[int, ...], method: str) -> list[Commit]:
+    model = targets.info.model
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    asked = Open(
+        0, prompt, sampling, priority=LAST, salt="draft trial", method=method,
+        tokenizer_fingerprint=model.tokenizer_fingerprint, model_digest=model.digest,
+    )  # fmt: skip
+    policy = Policy(min(MOST_DRAFTED, targets.info.max_window), patience_ms=PATIENCE_MS)
+    async with aclosing(speculate(drafter, targets, asked, policy)) as items:
+        return [item.commit async for item in items if isinstance(item, Round)]
 
 
 @dataclass(frozen=True, slots=True)
