@@ -103,7 +103,9 @@ def vllm_arguments(model: Path) -> list[str]:
 
 def gateway(services: Services, folder: Path, draft: Service, *targets: Service) -> Service:
     peers = [word for target in targets for word in ("--target", target.address)]
-    arguments = ["gateway", "--draft", draft.address, *peers, "--tokenizer", str(folder / "target")]
+    # A draft that is late on a busy machine has drafted nothing: it is waited for.
+    patient = ["--draft-patience-ms", "20000"]
+    arguments = ["gateway", "--draft", draft.address, *peers, *patient, "--tokenizer", str(folder / "target")]
     made = services.start("gateway", [*arguments, "--listen", LOOPBACK, "--http", LOOPBACK])
     wait_for_draft(services.wait(made, START_S), START_S, services.check)
     return made
