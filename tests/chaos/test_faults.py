@@ -41,8 +41,8 @@ def test_every_rule_is_asked_for_by_every_method_and_exact_ones_in_every_shape()
 
 
 def test_every_method_drafts_in_some_fleet_and_answers_stay() -> None:
-    fleets = [Drafting.of(SEED + number) for number in range(8)]
     heads = pair_path().heads
+    fleets = [Drafting.of(SEED + number) for number in range(2 * len(heads))]
     assert {(one.model, one.head) for one in fleets} == {
         (model, head) for model in ("draft_model", "pard") for head in heads
     }

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.heads import load_in_turn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -16,12 +15,14 @@ from outrider.engine.kv_cache import KVCache
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import PairPaths, pair_path
 from outrider.pairs.expansion import expand_llama, write_expanded
+from outrider.proposers.heads.block import MASK, BlockChains, BlockHead
 from outrider.proposers.heads.head import TargetWeights
+from outrider.proposers.heads.loading import load_head
 
 # A part of sched.py, one of the library's files that no training saw.
 HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
 PAIR_BYTES = 28_000_000
-HEAD_BYTES = 20_000_000
+HEAD_BYTES, BLOCK_HEAD_BYTES = 24_000_000, 4_000_000
 TARGET_LOSS = 3.3  # nats per token
 TURN_TOKENS = ["<|user|>", "<|assistant|>"]
 SMALL_EXPANSION: dict[str, Any] = {
@@ -79,6 +80,8 @@ def test_heads_are_small_and_complete(pair: PairPaths) -> None:
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= HEAD_BYTES
     for folder in folders:
         assert all(weight.dtype == torch.bfloat16 for weight in load_file(folder / "model.safetensors").values())
+    for name in ("dflash", "dspark"):
+        assert sum(path.stat().st_size for path in pair.heads[name].iterdir()) <= BLOCK_HEAD_BYTES
     with pytest.raises(ValueError, match="has no head 'eagle'; there are: "):
         pair.head_by("eagle")
 
@@ -91,17 +94,29 @@ def test_a_head_often_says_what_the_target_says(pair: PairPaths, held_out_ids: t
     found = model(held_out_ids[:, :256], output_hidden_states=True)
     shared = model.get_input_embeddings().weight
     target = TargetWeights(shared, shared, model.config.num_hidden_layers, 1024)
-    head = load_in_turn(pair.head_by(method), target, torch.float32, torch.device("cpu"))
+    head = load_head(pair.head_by(method), target, torch.float32, torch.device("cpu"))
     assert head.name == method and head.most_tokens >= 4
     features = torch.stack([found.hidden_states[layer][0, :-1] for layer in head.taps], dim=1)
     cache = KVCache.allocate(head.layers, 17, torch.float32, "cpu", 16)
     rows = build_batch([BatchEntry(ids[1:], 1, range(17), len(ids) - 1)], 16)
-    logits, _ = head.first(rows, features, cache)
-    agreed = logits.argmax(-1) == found.logits[0, 1:].argmax(-1)
+    if isinstance(head, BlockHead):
+        head.fill(rows, features, cache)
+        places = range(len(ids) - 1, 0, -1)  # a block stands where the context behind it was
+        said = torch.cat([first_of_block(head, ids, place, cache) for place in places]).flip(0)
+    else:
+        said = head.first(rows, features, cache)[0].argmax(-1)
+    agreed = said == found.logits[0, 1:].argmax(-1)
     assert agreed[8:].float().mean() > LEAST_AGREEMENT[method]
 
 
-LEAST_AGREEMENT = {"eagle3": 0.4, "mlp_speculator": 0.25, "medusa": 0.1, "mtp": 0.4}
+def first_of_block(head: BlockHead, ids: list[int], place: int, cache: KVCache) -> torch.Tensor:  # [1]
+    """The token that a block gives behind a place."""
+    entry = BatchEntry([ids[place], *[MASK] * (head.rows - 1)], place + 1, range(17), head.most_tokens)
+    before = BlockChains(torch.zeros(1, dtype=torch.int64), torch.tensor([ids[place]]), None, lambda logits: logits)
+    return head.at(head.draft(build_batch([entry], 16), cache), before)[0].argmax(-1)
+
+
+LEAST_AGREEMENT = {"eagle3": 0.4, "mlp_speculator": 0.25, "medusa": 0.1, "mtp": 0.4, "dflash": 0.35, "dspark": 0.35}
 
 
 def test_both_models_share_one_tokenizer(pair: PairPaths) -> None:
