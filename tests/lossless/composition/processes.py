@@ -157,8 +157,9 @@ def _judged_again(answer: Answer | None, windows: Sequence[Judged], replay: Repl
         missing = set(range(len(completion.ids)))
         for window in (one for one in windows if one.request.completion == number):
             whole = (*window.tokens[window.prompt_len :], *window.ids)
-            if whole == completion.ids[: len(whole)]:
-                missing -= set(range(len(whole) - len(window.ids), len(whole)))
+            shared = min(len(whole), len(completion.ids))  # a string may have ended the answer before the window's end
+            if whole[:shared] == completion.ids[:shared]:
+                missing -= set(range(len(whole) - len(window.ids), shared))
         if missing:
             return f"completion {number}: no target judged tokens {sorted(missing)}"
     return ""
