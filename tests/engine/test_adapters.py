@@ -14,6 +14,7 @@ from support.adapters import ALL, ATTENTION, merged, save_adapter
 from support.models import (
     FAMILIES,
     KERNELS,
+    MIXTURES,
     TINY,
     build_decoder,
     cpu_kernels,
@@ -26,6 +27,7 @@ from support.quantized import rounded_state
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import BatchEntry, PreparedAdapter
@@ -41,6 +43,8 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 def targets_of(family: str) -> Sequence[str]:
+    if family in MIXTURES:
+        return ATTENTION
     return FUSED if family == "phi3" else ALL
 
 
@@ -96,6 +100,15 @@ def test_logits_are_those_of_merged_weights(kernels: str, family: str, tmp_path:
         logits = case.logits(adapter)
         assert differ(logits, expected) < 1e-4 and torch.equal(logits.argmax(1), expected.argmax(1))
         assert differ(case.logits(None), expected) > 0.1, "the adapter shows"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_not_for_adapters(family: str, tmp_path: Path) -> None:
+    case = Case(family)
+    of_all = tuple({name.rsplit(".", 2)[-2] for name in case.state if name.endswith("proj.weight")})
+    folder = save_adapter(tmp_path / "adapter", case.state, (*of_all, "w1"))
+    with pytest.raises(UnsupportedAdapter, match=r"experts\.0\.\w+\.lora_A\.weight is there, which no targeted module"):
+        case.load(folder)
 
 
 IN_FEW_BITS = pytest.mark.parametrize("rounding", ["int8", "int4"])

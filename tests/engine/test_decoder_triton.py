@@ -10,7 +10,16 @@ import pytest
 import torch
 from support.adapters import merged, save_adapter
 from support.devices import PretendedDevice, Replayed, gpu
-from support.models import SMALLEST, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.models import (
+    MIXTURES,
+    SMALLEST,
+    build_decoder,
+    cpu_kernels,
+    hf_logits,
+    tiny_config,
+    tiny_hf_model,
+    tiny_state,
+)
 from support.quantized import SomePacked, by_groups, matrix_of, random_blocks, small_floats
 from torch import Tensor
 
@@ -21,6 +30,7 @@ from outrider.engine.cuda_graphs import CudaGraphs
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.feed import GatedFeed, StackedFeed
 from outrider.engine.models.products import PackedLinear
 from outrider.kernels.layers.reference import Linear
 from outrider.kernels.quantized.form import QuantizedMatrix
@@ -35,6 +45,8 @@ MIXED = {  # a layer with a window and one without; queries and keys are normed
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window-biases": ("qwen3", MIXED),
+    "qwen2-moe": ("qwen2_moe", {"mlp_only_layers": [0]}),  # a layer of experts behind one without
+    "olmoe": ("olmoe", {}),
     "gemma2": ("gemma2", {}),  # one matrix for embedding and head, both soft caps, norms behind the products, and gelu
 }
 STEPS = {
@@ -216,7 +228,9 @@ def test_packed_weights_take_the_memory_of_their_codes(triton_everywhere: torch.
     for int8 in (False, True):
         parsed = parse_config(config)
         model = Decoder(parsed, state, dtype=torch.bfloat16, device=triton_everywhere, int8=int8)
-        down = model._blocks[0]._block._down
+        feed = model._blocks[0]._block.feed
+        assert isinstance(feed, GatedFeed)
+        down = feed._down
         assert isinstance(down, Linear if int8 else PackedLinear)
         kept.append(down.matrix.num_bytes if isinstance(down, PackedLinear) else down.weight.nbytes)  # type: ignore[union-attr]
     # 192 inputs fill 256
@@ -242,3 +256,25 @@ def test_packed_weights_in_captured_steps(gpu: PretendedDevice | None, no_tf32: 
     logits = runner.forward(entries)
     assert gpu is None or (gpu.waits == [] and isinstance(device, Replayed) and device.replayed == 1)
     torch.testing.assert_close(logits.cpu(), plain.forward(entries), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@torch.inference_mode()
+def test_a_mixture_in_captured_steps(family: str, gpu: PretendedDevice | None, no_tf32: None) -> None:
+    """Which rows go to which experts is known to the device alone; a padded step's spare rows harm nobody."""
+    options: dict[str, Any] = {} if family == "gpt_oss" else {"num_hidden_layers": 1}
+    config, state = tiny_config(family, **options), tiny_state(tiny_hf_model(family, **options))
+    model = build_decoder(config, state, dtype="float32", device="cuda").model
+    runner, plain = (ModelRunner(one, num_blocks=12) for one in (model, build_decoder(config, state).model))
+    device = CudaGraphs(torch.device("cuda")) if gpu is None else Replayed()
+    runner.capture(StepLimits(8, 2, 4), device)
+    assert isinstance(model, Decoder) and isinstance(model._blocks[0]._block.feed, StackedFeed)
+    if gpu is not None:
+        gpu.graphs.append(device)  # type: ignore[arg-type]
+    for length in (4, 1):
+        if gpu is not None:
+            gpu.waits.clear()
+        entries = [BatchEntry(tokens(0, length), 0, TABLES[0], length), BatchEntry(tokens(1, 2), 0, TABLES[1], 2)]
+        logits = runner.forward(entries)
+        assert gpu is None or (gpu.waits == [] and isinstance(device, Replayed) and device.replayed)
+        torch.testing.assert_close(logits.cpu(), plain.forward(entries), atol=1e-4, rtol=1e-4)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from support.gguf_models import ARCHITECTURES, as_gguf
-from support.models import KERNELS, cpu_kernels, hf_logits, logits_of
+from support.models import KERNELS, MIXTURES, cpu_kernels, hf_logits, logits_of
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.loader import load_model
@@ -43,6 +44,24 @@ def test_quantised_logits_are_transformers(family: str, kind: str, tmp_path: Pat
     torch.testing.assert_close(
         logits_of(load_model(locate(file), activations="float32"), IDS), hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_quantised_experts_stay_as_they_are_stored(family: str, kind: str, tmp_path: Path) -> None:
+    """Each is a part of a tensor of all of a layer; PyTorch computes with their numbers."""
+    widths = {"intermediate_size": 96, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    own: dict[str, Any] = {
+        name: width for name, width in widths.items() if family.startswith("qwen") or name == "intermediate_size"
+    }
+    file, model = as_gguf(tmp_path / "model.gguf", family, kind, **own)
+    found = []
+    for kernels in KERNELS:
+        with cpu_kernels(kernels):
+            found.append(logits_of(load_model(locate(file), activations="float32"), IDS))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    least = 0.6 if kind == "Q4_0" else 0.95  # random scores lie close: four bits choose other experts now and then
+    assert torch.nn.functional.cosine_similarity(found[0], hf_logits(model, IDS)).median() > least
 
 
 def test_factors_of_frequencies_are_llama_3s(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from outrider.kernels.attention.triton import attention
 from outrider.kernels.kv_store import triton as kv_store_triton
 from outrider.kernels.layers import triton as layers_triton
 from outrider.kernels.lora import triton as lora_triton
+from outrider.kernels.mixture import triton as mixture_triton
 from outrider.kernels.quantized import triton as quantized_triton
 from outrider.kernels.quantized.blocks import QUANTIZED_KINDS
 from outrider.kernels.quantized.form import QuantizedMatrix
@@ -132,6 +134,12 @@ def launch_layers(prove: bool) -> None:
     layers_triton.add_rms_norm(x, x, weight, 1e-6)
     for activation in ("silu", "gelu", "gelu_tanh"):
         layers_triton.gated(x, activation)
+    chosen, shares = mixture_triton.route(torch.zeros(4, 65, dtype=half), 8, normalised=True, has_shared=True)
+    wide, narrow = torch.zeros(64, 256, 512, dtype=half), torch.zeros(64, 512, 128, dtype=half)
+    biases = wide[:, :, 0].contiguous(), narrow[:, :, 0].contiguous()
+    gate = partial(layers_triton.gated, activation="silu")
+    for some in (None, biases):
+        mixture_triton.mix(x[:, :512], torch.zeros_like(chosen), shares, wide, narrow, gate, some)
     cache, slots, scales = torch.zeros(2, 16, 8, 128), torch.arange(4), (torch.ones(1), torch.ones(1))
     qkv, turn = torch.zeros(4, 48, 128, dtype=half), torch.zeros(4, 1, 128, dtype=half)
     for dtype, scaling in ((half, None), (eight, scales)):

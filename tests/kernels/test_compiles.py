@@ -17,8 +17,9 @@ pytestmark = pytest.mark.compilers
 SHARED_MEMORY = {90: 227 << 10, 89: 99 << 10, 80: 163 << 10, 75: 64 << 10}  # bytes that one program may use
 ATTENTION = {  # what serves models, on GPUs that we know
     "attend_kernel", "merge_kernel", "_tree_mask_kernel", "_store_kernel", "_turn_kernel", "_norm_kernel",
-    "_gate_kernel",
+    "_gate_kernel", "_route_kernel", "_grouped_kernel", "_join_ways_kernel",
 }  # fmt: skip
+MULTIPLIES = {"attend_kernel", "_grouped_kernel"}
 SAMPLING = {
     "_advance_kernel", "_copy_kernel", "_scan_kernel", "_best_kernel", "_kept_kernel", "_probs_kernel",
     "_survey_kernel", "_gather_kernel", "_threshold_kernel", "_keep_kernel", "_mask_kernel", "_penalise_kernel",
@@ -52,7 +53,7 @@ def test_every_launch_compiles(capability: int, tmp_path: Path, prove: bool) -> 
         assert not (kernel["fuses"] and kernel["name"] in ONE_ROUNDING), kernel
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
         if kernel["name"] in ATTENTION:
-            assert kernel["tensor_cores"] == (kernel["name"] == "attend_kernel"), kernel
+            assert kernel["tensor_cores"] == (kernel["name"] in MULTIPLIES), kernel
         if kernel["name"] in QUANTIZED and not prove:  # which has rows of float32, too
             assert kernel["tensor_cores"] == (kernel["name"] == "_product_kernel"), kernel
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.kernels.cpu import decoder as decoder_module
 from outrider.kernels.cpu.decoder import (
     CpuDecoder,
+    FeedWeights,
     Kind,
     LayerWeights,
     RaggedRows,
@@ -67,8 +68,9 @@ def decoder(
         options = {"activation": "gelu_tanh", "attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0}
     layers = [
         LayerWeights(
-            weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN),
-            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), rotary,
+            weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM),
+            FeedWeights(weight(WIDTH, HIDDEN), weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH)),
+            torch.ones(HIDDEN), torch.ones(HIDDEN), rotary,
             window=window, **norms,
         )
         for window in (None, 5)
@@ -78,8 +80,7 @@ def decoder(
     tensors = [
         matrix
         for layer in layers
-        for some in layer.multiplied_together
-        for matrix in some
+        for matrix in (layer.qkv, layer.output, *matrices_of(layer))
         if isinstance(matrix, Tensor)
     ]
     kind = kind_for(all(map(is_bfloat16, [head, *tensors])))
@@ -110,6 +111,11 @@ def factors_of(rank: int, names: Sequence[str] = PROJECTIONS) -> list[dict[str, 
     return [{name: drawn(name) for name in names} for _ in range(2)]
 
 
+def matrices_of(layer: LayerWeights) -> tuple[Weights, Weights, Weights]:
+    assert isinstance(layer.feed, FeedWeights)
+    return layer.feed.gate, layer.feed.up, layer.feed.down
+
+
 def with_factors(layer: LayerWeights, factors: Mapping[str, Factors]) -> LayerWeights:
     """The adapter's product added to the matrices."""
 
@@ -122,10 +128,9 @@ def with_factors(layer: LayerWeights, factors: Mapping[str, Factors]) -> LayerWe
         return weight + torch.cat(parts)
 
     q, k, v, o, gate, up, down = PROJECTIONS
-    return replace(
-        layer, qkv=added(layer.qkv, q, k, v), output=added(layer.output, o), gate=added(layer.gate, gate),
-        up=added(layer.up, up), down=added(layer.down, down),
-    )  # fmt: skip
+    gates, ups, downs = matrices_of(layer)
+    feed = FeedWeights(added(gates, gate), added(ups, up), added(downs, down))
+    return replace(layer, qkv=added(layer.qkv, q, k, v), output=added(layer.output, o), feed=feed)
 
 
 def adapters_of(*adapters: Sequence[Mapping[str, Factors]]) -> CpuAdapters:

@@ -7,7 +7,16 @@ import torch
 from support.quantized import matrix_of, random_blocks
 from torch import Tensor
 
-from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, Matrix, RaggedRows, Weight, Weights
+from outrider.kernels.cpu.decoder import (
+    CpuDecoder,
+    FeedWeights,
+    Kind,
+    LayerWeights,
+    Matrix,
+    RaggedRows,
+    Weight,
+    Weights,
+)
 from outrider.kernels.cpu.library import cpu_library
 from outrider.kernels.cpu.low_rank import PROJECTIONS, CpuAdapter, CpuAdapters
 from outrider.kernels.layers.reference import rotary_table
@@ -44,7 +53,8 @@ def decoder(mix: str, decoded: bool, tied: bool = True, rounds: bool = False) ->
     ones, bias = torch.ones(HIDDEN), torch.linspace(-1, 1, (HEADS + 2 * KV_HEADS) * DIM)
     layers = [
         LayerWeights(
-            qkv(), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN), weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH),
+            qkv(), weight(HIDDEN, HEADS * DIM),
+            FeedWeights(weight(WIDTH, HIDDEN), weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH)),
             ones, ones, rotary, output_norm=ones, down_norm=ones, qkv_bias=bias,
         )
         for _ in range(2)

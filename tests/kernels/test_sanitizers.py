@@ -29,6 +29,8 @@ TIMEOUT_S = 280
 # inputs, of packed weights and of the matrix unit: each has to be seen.
 MUTANTS = {
     "best.c": ("AddressSanitizer", "at < count; at++) best[at] = none", "at <= count; at++) best[at] = none"),
+    "mixture.h": ("AddressSanitizer", "return woken * placed_size(inputs, 1) + placed_size(inputs, pairs);",
+                  "return placed_size(inputs, pairs) / 2;"),
     "noise.c": ("runtime error", "(uint32_t)purpose << 28", "(uint32_t)((int32_t)(purpose + 8) << 28)"),
     "packed_floats.h": ("AddressSanitizer", "k < inputs; k += STEP_IN, panel += code_bytes(kind)",
                         "k <= inputs; k += STEP_IN, panel += code_bytes(kind)"),
@@ -188,7 +190,15 @@ def choose(rng: random.Random, torch: Any) -> None:
 def decode(rng: random.Random, torch: Any) -> None:
     """A pass of several sequences, of which some bring a tree, by a decoder of any shape."""
     from outrider.engine.batch import BatchEntry, build_batch
-    from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, kind_for
+    from outrider.kernels.cpu.decoder import (
+        CpuDecoder,
+        FeedWeights,
+        Kind,
+        LayerWeights,
+        MixtureWeights,
+        RaggedRows,
+        kind_for,
+    )
     from outrider.kernels.layers.reference import rotary_table
 
     hidden, width, dim = 16 * rng.randint(1, 6), rng.randint(1, 150), 16 * rng.randint(1, 5)
@@ -215,6 +225,16 @@ def decode(rng: random.Random, torch: Any) -> None:
         parts = tuple(matrix(count * dim, hidden) for count in (heads, kv_heads, kv_heads))
         return parts if packs else torch.cat(parts)
 
+    def feed(width: int) -> FeedWeights:
+        return FeedWeights(matrix(width, hidden), matrix(width, hidden), matrix(hidden, width))
+
+    def mixture() -> MixtureWeights:
+        count, shares = rng.randint(1, 9), rng.random() < 0.5
+        experts = [feed(rng.choice([32, 75, width])) for _ in range(count + shares)]
+        router = numbers(count + shares, hidden)
+        return MixtureWeights(router, experts, rng.randint(1, count), rng.random() < 0.5, shares)
+
+    is_mixed = rng.random() < 0.4
     rotary = rotary_table(1e4 ** -(torch.arange(0, dim, 2) / dim), 1.0, longest, torch.float32)
     further: dict[str, Any] = {}
     if has_norms:
@@ -222,10 +242,11 @@ def decode(rng: random.Random, torch: Any) -> None:
             "output_norm": numbers(hidden),
             "down_norm": numbers(hidden),
             "qk_norm": numbers(heads + kv_heads, dim),
+            "norms_all_heads": rng.random() < 0.5,
         }
     layers = [
         LayerWeights(
-            qkv(), matrix(hidden, heads * dim), matrix(width, hidden), matrix(width, hidden), matrix(hidden, width),
+            qkv(), matrix(hidden, heads * dim), mixture() if is_mixed and window else feed(width),
             numbers(hidden), numbers(hidden), rotary,
             window=window, **further,
         )

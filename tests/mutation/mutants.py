@@ -62,6 +62,8 @@ CORE = "gateway/outrider/gateway/speculation/core.py"
 SCHEDULER = "target_service/outrider/target_service/scheduler.py"
 STEPS = "target_service/outrider/target_service/steps.py"
 DEVICE_VERIFIER = "target_service/outrider/target_service/device_verifier.py"
+MIXTURE = "kernels/outrider/kernels/cpu/mixture.h"
+FUSED_EXPERTS = "engine/outrider/engine/models/fused_experts.py"
 PACKED = "kernels/outrider/kernels/cpu/packed.h"
 PACKED_FLOATS = "kernels/outrider/kernels/cpu/packed_floats.h"
 PACKED_INTEGERS = "kernels/outrider/kernels/cpu/packed_integers.h"
@@ -423,6 +425,18 @@ MUTANTS = (
     Mutant(TARGET_ENGINE, "tests/target_service/test_steps.py::test_commands_are_taken_while_windows_are_judged",
            "            self.scheduler.roll_back(one for one in launched.step.scheduled if one.stands)\n",
            ""),
+    Mutant(MIXTURE, "tests/kernels/test_mixture.py::test_the_pass_gives_what_the_reference_gives",
+           "(scores[other] == scores[expert] && other < expert);",
+           "(scores[other] == scores[expert] && other > expert);"),
+    Mutant(MIXTURE, "tests/kernels/test_mixture.py::test_the_pass_gives_what_the_reference_gives",
+           "to[at] += share * thread->results[row][at];",
+           "to[at] += thread->results[row][at];"),
+    Mutant(MIXTURE, "tests/kernels/test_mixture.py::test_the_pass_gives_what_the_reference_gives",
+           "mixing->members[at] = (int32_t)(pair / ways);",
+           "mixing->members[at] = (int32_t)(rows - 1 - pair / ways);"),
+    Mutant(FUSED_EXPERTS, "tests/engine/test_fused_experts.py::test_floats_of_four_bits_are_what_transformers_reads",
+           "torch.stack([rows & 15, rows >> 4], dim=-1)",
+           "torch.stack([rows >> 4, rows & 15], dim=-1)"),
     Mutant(PACKING, "tests/kernels/test_packed.py::test_products_are_those_of_the_numbers",
            "    yield given.scales\n",
            "    yield given.scales.roll(1, dims=1)\n"),

@@ -3,18 +3,22 @@ Llama's queries and keys, Gemma's norms with the 1 added."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from support.gguf_files import Typed, write_gguf
-from support.models import tiny_hf_model, tiny_state
+from support.models import MIXTURES, tiny_hf_model, tiny_state
+from torch import Tensor
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "phi3": "phi3",
+    "gemma3_text": "gemma3", "phi3": "phi3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {  # of families whose files leave something unsaid
     "gemma2": {"query_pre_attn_scalar": 16},
@@ -53,13 +57,37 @@ def as_gguf(
     config, name = model.config, ARCHITECTURES[family]
     table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
     tensors = dict(tables or {})
-    for full, tensor in tiny_state(model).items():
-        stem, _, part = full.rpartition(".")
+    for full, tensor in _with_stacked_experts(tiny_state(model)).items():
+        stem, _, part = (f"{full}.weight" if full.endswith("sinks") else full).rpartition(".")
         numbers = _as_converted(family, full, tensor.numpy(), config)
         tensors[f"{table.get_name(stem)}.{part}"] = _stored(numbers, kind)
     keys = {f"{name}.{key}": value for key, value in _keys(family, config).items()}
     head = {"general.architecture": name}
     return write_gguf(path, head | keys | letters(config.vocab_size) | dict(metadata or {}), tensors), model
+
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
+
+
+def _with_stacked_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a layer as one tensor, as the converter writes them; a vector of a single row."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in state.items():
+        if (fused := FUSED.fullmatch(name)) is not None:  # gpt-oss's: gate and up by turns
+            kind, outputs_first = ("bias", tensor) if fused[3] else ("weight", tensor.transpose(1, 2))
+            turns = (
+                {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if fused[2] == "gate_up" else {"down": slice(None)}
+            )
+            found |= {f"{fused[1]}.{part}_proj.{kind}": outputs_first[:, turn] for part, turn in turns.items()}
+            continue
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor.flatten() if name.endswith("shared_expert_gate.weight") else tensor
+        else:
+            stacks.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = tensor
+    return found | {name: torch.stack([parts[at] for at in sorted(parts)]) for name, parts in stacks.items()}
 
 
 def _architecture(name: str) -> Any:
@@ -83,6 +111,11 @@ def _stored(numbers: Any, kind: str) -> Stored:
     return tuple(numbers.shape), int(wanted), data.tobytes()
 
 
+def _head_dim(config: Any) -> int:
+    dim: int | None = getattr(config, "head_dim", None)
+    return dim or int(config.hidden_size) // int(config.num_attention_heads)
+
+
 def _keys(family: str, config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
@@ -91,17 +124,22 @@ def _keys(family: str, config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
+        "attention.key_length": _head_dim(config),
+        "attention.value_length": _head_dim(config),
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
-    if family in ("mistral", "gemma2", "gemma3_text", "phi3"):
+    if family in MIXTURES:
+        found["expert_count"] = getattr(config, "num_experts", 0) or config.num_local_experts
+        found["expert_used_count"] = config.num_experts_per_tok
+    if family == "qwen3_moe":
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if family in ("mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss"):
         found["attention.sliding_window"] = config.sliding_window
     if family == "gemma2":
         found["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         found["final_logit_softcapping"] = float(config.final_logit_softcapping)
     if family == "phi3":
         found["rope.dimension_count"] = config.head_dim
-    if family == "gemma3_text":
+    if family in ("gemma3_text", "mixtral"):
         found["rope.freq_base"] = 1_000_000.0
     return found

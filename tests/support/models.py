@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -58,7 +59,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"model_type": "phi3", "sliding_window": 24},
-}
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 7, "num_experts_per_tok": 2},
+}  # fmt: skip
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 
 
 SMALLEST: dict[str, Any] = {  # for what is interpreted
@@ -81,7 +98,8 @@ def cpu_kernels(which: str) -> Iterator[None]:
 
 def tiny_config(family: str = "llama", **options: Any) -> dict[str, Any]:
     """The contents of a config.json; options override any key."""
-    return {**TINY, **FAMILIES[family], **options}
+    sizes = {name: value for name, value in TINY.items() if (family, name) != ("olmoe", "head_dim")}  # it has no own
+    return {**sizes, **FAMILIES[family], **options}
 
 
 def tiny_hf_model(family: str = "llama", seed: int = 0, **options: Any) -> Any:
@@ -103,7 +121,11 @@ def tiny_hf_model(family: str = "llama", seed: int = 0, **options: Any) -> Any:
 
 
 def tiny_state(model: Any) -> dict[str, Tensor]:
-    """The state dict as a checkpoint would hold it: without a tied head."""
+    """The state dict as a checkpoint would hold it: without a tied head, and each expert's tensors by themselves."""
+    if model.config.model_type in MIXTURES:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return dict(load_file(Path(folder) / "model.safetensors"))
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)

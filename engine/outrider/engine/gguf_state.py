@@ -33,7 +33,6 @@ class GgufState(Mapping[str, Tensor]):
         if self._architecture.turned:
             for name, place in self._places.items():
                 _check_heads(place, self._heads.get(_projection(name) or "", 0))
-        self._factors = {name: place for name, place in header.tensors.items() if place not in self._places.values()}
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]

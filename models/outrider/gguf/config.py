@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, log
 from typing import Any
 
@@ -18,6 +18,7 @@ from outrider.gguf.header import GgufHeader, TensorPlace, WrongGguf
 
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+SINKS = "attn_sinks.weight"  # in a layer
 TABLES = (FACTORS, SHORT_FACTORS, LONG_FACTORS)  # not weights
 MOST_SIZE = 1 << 24  # of anything that a key counts
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"
@@ -38,7 +39,8 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
-_NORMS = {"ffn_norm": "post_attention_layernorm"}
+_EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # each of all experts of a layer
+AFTER_ATTENTION = "post_attention_layernorm"
 _NORMS_AFTER = {  # of the newer Gemmas
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -82,6 +84,32 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """What transformers calls the parts of a layer of experts, and its configuration their number."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    router: str = "gate"
+
+    def in_layer(self) -> dict[str, str]:
+        """The names of what is no expert's alone."""
+        shared = f"{self.block}.shared_expert"
+        return {
+            "ffn_gate_inp": f"{self.block}.{self.router}", "ffn_gate_inp_shexp": f"{shared}_gate",
+            "ffn_gate_shexp": f"{shared}.{self.gate}", "ffn_up_shexp": f"{shared}.{self.up}",
+            "ffn_down_shexp": f"{shared}.{self.down}",
+        }  # fmt: skip
+
+    def name(self, index: int, part: str) -> str:
+        """An expert's matrix."""
+        return f"{self.block}.experts.{index}.{getattr(self, part)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """How a kind of model lies in a GGUF file."""
 
@@ -90,6 +118,8 @@ class Architecture:
     norms_with_one: bool = False  # to which Gemma's 1 was added
     norms_after: bool = False
     fused: bool = False  # gate and up are one
+    experts: Experts | None = None
+    norm_before_feed: str = "ffn_norm"
     more: Callable[[Keys], dict[str, Any]] = lambda keys: {}
 
 
@@ -135,6 +165,46 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     return {"partial_rotary_factor": turned / dim} if turned != dim else {}
 
 
+def _mixture(experts: Experts, normalised: bool) -> Callable[[Keys], dict[str, Any]]:
+    def more(keys: Keys) -> dict[str, Any]:
+        tensors, count = keys.header.tensors, keys.size("block_count")
+        found: dict[str, Any] = {
+            experts.count: keys.size("expert_count"),
+            "num_experts_per_tok": keys.size("expert_used_count"),
+            experts.width: _width(keys, "ffn_gate_exps", "expert_feed_forward_length"),
+            "norm_topk_prob": normalised,
+            "mlp_only_layers": [layer for layer in range(count) if f"blk.{layer}.ffn_gate.weight" in tensors],
+            "qkv_bias": "blk.0.attn_q.bias" in tensors,
+        }
+        if any(".ffn_gate_shexp." in name for name in tensors):
+            found["shared_expert_intermediate_size"] = _width(
+                keys, "ffn_gate_shexp", "expert_shared_feed_forward_length"
+            )
+        return found
+
+    return more
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    """Every second layer slides, from the first on; where YaRN's frequencies begin to change is not rounded."""
+    count = keys.size("block_count")
+    found = _mixture(GPT_OSS_EXPERTS, True)(keys) | {"rope_parameters": _rotary(keys) | {"truncate": False}}
+    return found | {"layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(count)]}
+
+
+def _width(keys: Keys, tensor: str, key: str) -> int:
+    """Channels of an expert's feed-forward: by its key or, in files of old, by its tensors."""
+    if keys.has(key):
+        return keys.size(key)
+    tensors = keys.header.tensors
+    return next(place.shape[-2] for name, place in tensors.items() if f".{tensor}." in name and len(place.shape) > 1)
+
+
+QWEN_EXPERTS = Experts()
+OLMOE_EXPERTS = Experts(width="intermediate_size")
+GPT_OSS_EXPERTS = Experts(count="num_local_experts", width="intermediate_size", router="router")
+MIXTRAL_EXPERTS = Experts("block_sparse_moe", "w1", "w3", "w2", "num_local_experts", "intermediate_size")
+MIXTRAL = Architecture("mixtral", turned=True, experts=MIXTRAL_EXPERTS, more=_mixture(MIXTRAL_EXPERTS, True))
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", turned=True),
     "qwen2": Architecture("qwen2"),
@@ -143,6 +213,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("gemma2", norms_with_one=True, norms_after=True, more=_newer_gemma("gemma2")),
     "gemma3": Architecture("gemma3_text", norms_with_one=True, norms_after=True, more=_newer_gemma("gemma3")),
     "phi3": Architecture("phi3", fused=True, more=_phi3),
+    "qwen2moe": Architecture("qwen2_moe", experts=QWEN_EXPERTS, more=_mixture(QWEN_EXPERTS, False)),
+    "qwen3moe": Architecture("qwen3_moe", experts=QWEN_EXPERTS, more=_mixture(QWEN_EXPERTS, True)),
+    "gpt-oss": Architecture("gpt_oss", experts=GPT_OSS_EXPERTS, norm_before_feed="post_attention_norm", more=_gpt_oss),
+    "olmoe": Architecture("olmoe", experts=OLMOE_EXPERTS, more=_mixture(OLMOE_EXPERTS, False)),
 }
 
 
@@ -152,6 +226,8 @@ def architecture_of(header: GgufHeader) -> Architecture:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
         raise WrongGguf(f"{header.files[0]}: general.architecture: is {name!r:.60}; allowed: {allowed}")
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return MIXTRAL
     return ARCHITECTURES[name]
 
 
@@ -239,9 +315,13 @@ def _table(keys: Keys, place: TensorPlace | None, length: int) -> list[float]:
 def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
     """The tensors by their names in a Hugging Face checkpoint. Raises WrongGguf for what has none."""
     architecture = architecture_of(header)
-    in_layer = _IN_LAYER | (_NORMS_AFTER if architecture.norms_after else _NORMS)
+    norms = _NORMS_AFTER if architecture.norms_after else {architecture.norm_before_feed: AFTER_ATTENTION}
+    in_layer = _IN_LAYER | norms
     if architecture.fused:
         in_layer = in_layer | {"ffn_up": "mlp.gate_up_proj"}
+    experts = architecture.experts
+    if experts is not None:
+        in_layer = in_layer | experts.in_layer()
     found: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     for name, place in header.tensors.items():
@@ -252,11 +332,33 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
         stem, _, kind = part.rpartition(".")
         if name in _TOP:
             found[_TOP[name]] = place
+        elif layer.isdecimal() and part == SINKS:
+            found[f"model.layers.{int(layer)}.self_attn.sinks"] = place
+        elif experts is not None and layer.isdecimal() and stem in _EXPERTS and len(place.shape) == _sides(kind):
+            for index, one in enumerate(_each(place)):
+                found[f"model.layers.{int(layer)}.{experts.name(index, _EXPERTS[stem])}.{kind}"] = one
         elif name.startswith("blk.") and layer.isdecimal() and stem in in_layer and kind in ("weight", "bias"):
-            found[f"model.layers.{int(layer)}.{in_layer[stem]}.{kind}"] = place
+            found[f"model.layers.{int(layer)}.{in_layer[stem]}.{kind}"] = _as_matrix(place, stem)
         else:
             unknown.append(name)
     if unknown:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         raise WrongGguf(f"{header.files[0]} holds tensors that are not known: {', '.join(unknown[:4])}{more}")
     return found
+
+
+def _sides(kind: str) -> int:
+    """Of a tensor of all experts of a layer."""
+    return 3 if kind == "weight" else 2
+
+
+def _each(place: TensorPlace) -> list[TensorPlace]:
+    """The matrices of a tensor of several."""
+    count, size = place.shape[0], place.num_bytes // place.shape[0]
+    starts = [place.start + index * size for index in range(count)]
+    return [replace(place, shape=place.shape[1:], start=start, num_bytes=size) for start in starts]
+
+
+def _as_matrix(place: TensorPlace, stem: str) -> TensorPlace:
+    """The gate of a shared expert is a vector there."""
+    return replace(place, shape=(1, *place.shape)) if stem == "ffn_gate_inp_shexp" and len(place.shape) == 1 else place

@@ -21,6 +21,7 @@ from outrider.kernels.attention.tree_mask import tree_mask
 from outrider.kernels.kv_store.reference import store_kv, store_kv_rotary
 from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm, rotary_table
 from outrider.kernels.lora.reference import add_low_rank
+from outrider.kernels.mixture.reference import mix_stacked, route
 from outrider.kernels.quantized.form import Codes, Form, QuantizedMatrix
 from outrider.kernels.quantized.linear import packed_linear, packed_rows
 from outrider.kernels.quantized.packed import PackedMatrix, pack, unpack
@@ -145,10 +146,12 @@ _REASONS = {
     "what tree_mask does on a CPU": ("attention.tree_mask_reference",),
     "once a block for all layers of a kind": ("attention.block_mask",),
     "a part of the batch-invariant Linear on a CPU": ("batch_invariant.by_row_tiles", "batch_invariant.padded_tiles"),
+    "elementwise, of one family": ("layers.gated_clamped",),
     "a part of store_kv_rotary": ("layers.apply_rotary",),
     "a part of the words and the noise": ("random.philox_rounds",),
     "a part of draft_sample": ("sampling.draw_integer", "sampling.integer_weights"),
     "a part of logits_to_probs and draft_sample on a CPU": ("sampling.most_probable",),
+    "the products of its experts, which are Linear's": ("mixture.mix",),
     "a part of greedy_choice": ("verify.first_argmax",),
     "a part of accept": ("verify.check_weights", "verify.count_accepted"),
     "plain PyTorch everywhere, for log-probabilities that were asked for": ("sampling.processed_logits",),
@@ -311,6 +314,40 @@ def _packed_rows(place: Place, model: Model, batch: int) -> KernelWork:
     numbers = unpack(weight).to(place.dtype)
     num_bytes = len(ids) * (weight.num_bytes // len(weight) + model.hidden * place.dtype.itemsize)
     return KernelWork(lambda: packed_rows(weight, ids, place.dtype), lambda: F.embedding(ids, numbers), num_bytes)
+
+
+EXPERTS, CHOSEN = 16, 4  # of a row
+
+
+def _route(place: Place, model: Model, batch: int) -> KernelWork:
+    scores = randn(place, batch * ROWS, EXPERTS)
+
+    def against() -> tuple[Tensor, Tensor]:
+        values, chosen = torch.topk(scores.float().softmax(-1), CHOSEN)
+        order = chosen.argsort(-1)
+        return chosen.gather(1, order), (values / values.sum(-1, keepdim=True)).gather(1, order)
+
+    num_bytes = scores.nbytes + batch * ROWS * CHOSEN * 12
+    return KernelWork(lambda: route(scores, CHOSEN, normalised=True), against, num_bytes, compared=2)
+
+
+def _mix(place: Place, model: Model, batch: int) -> KernelWork:
+    """Experts a quarter as wide, against all of them for all rows."""
+    rows, width = batch * ROWS, model.intermediate // 4
+    x, gate_up = randn(place, rows, model.hidden), randn(place, EXPERTS, 2 * width, model.hidden) * model.hidden**-0.5
+    down, scores = randn(place, EXPERTS, model.hidden, width) * width**-0.5, randn(place, rows, EXPERTS)
+    chosen, weights = route(scores, CHOSEN, normalised=True)
+    dense = torch.zeros(rows, EXPERTS, device=place.device).scatter(1, chosen, weights)
+
+    def against() -> Tensor:
+        gate, up = (x @ gate_up.transpose(1, 2)).chunk(2, dim=-1)  # [experts, rows, width] each
+        given = (F.silu(gate) * up) @ down.transpose(1, 2)  # [experts, rows, hidden]
+        return torch.einsum("erh,re->rh", given.float(), dense).to(x.dtype)
+
+    woken = len(chosen.unique())
+    num_bytes = woken * (gate_up[0].nbytes + down[0].nbytes) + 2 * x.nbytes
+    flops = 2 * rows * CHOSEN * (gate_up[0].numel() + down[0].numel())
+    return KernelWork(lambda: mix_stacked(x, chosen, weights, gate_up, down, gated_silu), against, num_bytes, flops)
 
 
 def _low_rank(place: Place, model: Model, batch: int) -> KernelWork:
@@ -653,6 +690,8 @@ CASES = {
             partial(_packed, form=SMALL_FLOATS),
         ),
         ("layer", "quantized.packed_rows", ", 4 bits by 32", "F.embedding of the numbers", _packed_rows),
+        ("layer", "mixture.route", f", {CHOSEN} of {EXPERTS} experts", "softmax, topk, sort", _route),
+        ("layer", "mixture.mix_stacked", f", {CHOSEN} of {EXPERTS} experts", "all experts of all rows", _mix),
         ("layer", "lora.add_low_rank", f", rank {RANK}", "factors gathered by row, einsum twice", _low_rank),
         ("vocabulary", "sampling.logits_to_probs", ", temperature", "softmax(logits / temperature)", _temperature),
         (

@@ -51,8 +51,8 @@ class EngineSettings(BaseModel):
 
     engine: Literal["outrider", "vllm"] = Field(
         "outrider",
-        description="whose engine runs the model; vllm, for several GPUs, mixtures of experts and what else ours does "
-        "not read, needs outrider[vllm]",
+        description="whose engine runs the model; vllm, for several GPUs and what else ours does "
+        "not run, needs outrider[vllm]",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model; more than 1 with engine vllm")
     engine_args: Annotated[dict[str, Any], BeforeValidator(parse_arguments)] = Field(

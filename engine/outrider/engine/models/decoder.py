@@ -1,8 +1,9 @@
-"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products."""
+"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi, and mixtures of experts, over the paged cache, with fused and
+packed products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
+from outrider.engine.models.feed import Feed, feed_of
 from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
 from outrider.engine.models.products import Product, Products, runs_packed
 from outrider.engine.models.weights import WeightReader, num_parameters
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
-from outrider.kernels.layers.reference import add_rms_norm, gated_gelu, gated_silu, rms_norm
+from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
@@ -32,19 +34,19 @@ class DecoderLayer:
         *,
         qkv: Product,
         output: Product,
-        gate_up: Product,
-        down: Product,
+        feed: Feed,
         post_norm: Tensor,  # [hidden]: before the feed-forward
         output_norm: Tensor | None = None,  # [hidden]: of attention's output, before it is added
         down_norm: Tensor | None = None,  # [hidden]: of the feed-forward's
         qk_norm: Tensor | None = None,  # [heads + kv_heads, head_dim]
+        sinks: Tensor | None = None,  # [heads]
         batch_invariant: bool = False,
     ) -> None:
         self._config = config
         self._batch_invariant = batch_invariant
-        self._gate: Callable[..., Tensor] = gated_silu if config.activation == "silu" else gated_gelu
-        self._qkv, self._output, self._gate_up, self._down = qkv, output, gate_up, down
+        self._qkv, self._output, self.feed = qkv, output, feed
         self._post_norm, self._output_norm, self._down_norm, self._qk_norm = post_norm, output_norm, down_norm, qk_norm
+        self._sinks = sinks
 
     def forward(
         self,
@@ -82,22 +84,13 @@ class DecoderLayer:
         """What attention alone gives; the rows' keys and values are stored."""
         query = self.store(normed, rotary, slot_mapping, key_cache, value_cache, adapters)
         scale, softcap = self._config.attention_scale, self._config.attention_softcap
-        attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap).flatten(1)
+        attended = planned_attention(
+            plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=self._sinks
+        ).flatten(1)
         output = self._output(attended)
         if adapters is not None:
             adapters.add("output", output, attended)
         return output
-
-    def feed(self, normed: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # [rows, hidden] -> the same
-        """What the gated feed-forward alone gives."""
-        gate_up = self._gate_up(normed)
-        if adapters is not None:
-            adapters.add("gate_up", gate_up, normed)
-        gated = self._gate(gate_up, batch_invariant=self._batch_invariant)
-        down = self._down(gated)
-        if adapters is not None:
-            adapters.add("down", down, gated)
-        return down
 
     def store(
         self,
@@ -113,16 +106,29 @@ class DecoderLayer:
         qkv = self._qkv(normed)
         if adapters is not None:
             adapters.add("qkv", qkv, normed)
+        by_head = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        qk_norm = self._qk_norm
+        if qk_norm is not None and config.family.qk_norm == "of all heads":
+            self._norm_all_heads(by_head, qk_norm)
+            qk_norm = None
         return store_kv_rotary(
-            qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
+            by_head,
             rotary,
             key_cache,
             value_cache,
             slot_mapping,
-            qk_norm=self._qk_norm,
+            qk_norm=qk_norm,
             eps=config.rms_norm_eps,
             batch_invariant=self._batch_invariant,
         )
+
+    def _norm_all_heads(self, qkv: Tensor, factors: Tensor) -> None:  # [rows, heads, dim], changed; [heads, dim]
+        """Queries as one vector, and keys as another."""
+        config, end = self._config, len(factors)
+        for heads in (slice(0, config.num_heads), slice(config.num_heads, end)):
+            part, weight = qkv[:, heads].flatten(1), factors[heads].flatten()
+            normed = rms_norm(part, weight, config.rms_norm_eps, batch_invariant=self._batch_invariant)
+            qkv[:, heads] = normed.unflatten(1, (-1, config.head_dim))
 
 
 class _Layer:
@@ -137,19 +143,17 @@ class _Layer:
         self.rotary_type = config.rotary_types[index]
         qkv = products.linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         output = products.linear(prefix, "self_attn.o_proj")
-        gate_up = products.linear(prefix, "mlp.gate_proj", "mlp.up_proj")
-        down = products.linear(prefix, "mlp.down_proj")
         self._input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)  # [hidden]
         self._block = DecoderLayer(
             config,
             qkv=qkv,
             output=output,
-            gate_up=gate_up,
-            down=down,
+            feed=feed_of(config, index, products, batch_invariant),
             post_norm=post_norm,
             output_norm=output_norm,
             down_norm=down_norm,
             qk_norm=reader.qk_norm(prefix),
+            sinks=reader.sinks(prefix),
             batch_invariant=batch_invariant,
         )
 

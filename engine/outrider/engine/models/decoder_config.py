@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
+from outrider.engine.models.mixture_config import ExpertNames, Mixture, mixture_of
 from outrider.engine.quantized.state import KEYS
 from outrider.kernels.layers.reference import rotary_table
 
@@ -41,9 +42,12 @@ class Family:
     is Mistral's."""
 
     slides: bool = True  # where layer_types or, without it, sliding_window says so
-    attention_bias: Literal["as configured", "never", "of inputs"] = "as configured"  # of inputs: always, not of output
+    # Of inputs: always, not of the output; qkv_bias: so where that is configured.
+    attention_bias: Literal["as configured", "never", "of inputs", "qkv_bias"] = "as configured"
     mlp_bias: bool = False  # as configured; else never
-    qk_norm: bool = False  # queries and keys are normed head by head
+    qk_norm: Literal["no", "by head", "of all heads"] = "no"  # of queries, and of keys
+    experts: ExpertNames | None = None  # in place of the feed-forward
+    sinks: bool = False  # of each head a score of no key
     fused: bool = False  # the checkpoint holds query, key and value as one weight, and gate and up
     partial_rotary: bool = False  # a part of each head may turn
     rotary_by_layer: bool = False  # a rotary table for each type of layer
@@ -67,11 +71,29 @@ FAMILIES = {
     "llama": Family(slides=False, mlp_bias=True),
     "mistral": Family(),
     "qwen2": Family(attention_bias="of inputs"),
-    "qwen3": Family(qk_norm=True),
+    "qwen3": Family(qk_norm="by head"),
     "gemma": GEMMA,
     "gemma2": replace(NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),
-    "gemma3_text": replace(NEWER_GEMMA, qk_norm=True, rotary_by_layer=True, with_vision="gemma3"),
+    "gemma3_text": replace(NEWER_GEMMA, qk_norm="by head", rotary_by_layer=True, with_vision="gemma3"),
     "phi3": Family(attention_bias="never", fused=True, partial_rotary=True),
+    "mixtral": Family(
+        attention_bias="never",
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", always_normalised=True),
+    ),
+    "qwen2_moe": Family(attention_bias="qkv_bias", experts=ExpertNames(has_shared=True)),
+    "qwen3_moe": Family(qk_norm="by head", experts=ExpertNames()),
+    "gpt_oss": Family(
+        sinks=True,
+        experts=ExpertNames(
+            width="intermediate_size",
+            always_normalised=True,
+            router="router",
+            has_biases=True,
+            fused=True,
+            clamped=True,
+        ),
+    ),
+    "olmoe": Family(slides=False, qk_norm="of all heads", experts=ExpertNames(width="intermediate_size")),
 }
 BY_MODEL_TYPE = FAMILIES | {row.with_vision: row for row in FAMILIES.values() if row.with_vision is not None}
 BY_MODEL_TYPE |= {name: FAMILIES[family] for name, family in READ_AS.items()}
@@ -104,6 +126,7 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]  # per layer
     rotary_types: tuple[str | None, ...]  # per layer: which of several rotary tables
     max_model_len: int
+    mixture: Mixture | None  # of the layers that have experts
     hf: Any
 
     @property
@@ -148,14 +171,19 @@ def _parsed(config: dict[str, Any], max_model_len: int | None) -> DecoderConfig:
         attention_softcap=getattr(hf, family.attention_softcap) if family.attention_softcap else None,
         logit_softcap=getattr(hf, family.logit_softcap) if family.logit_softcap else None,
         tied_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=configured_bias or family.attention_bias == "of inputs",
+        attention_bias=configured_bias or _has_input_bias(hf, family),
         output_bias=configured_bias,
         mlp_bias=family.mlp_bias and hf.mlp_bias,
         sliding_windows=_sliding_windows(hf, family),
         rotary_types=rotary_types,
         max_model_len=hf.max_position_embeddings if max_model_len is None else max_model_len,
+        mixture=None if family.experts is None else mixture_of(hf, family.experts),
         hf=hf,
     )
+
+
+def _has_input_bias(hf: Any, family: Family) -> bool:
+    return family.attention_bias == "of inputs" or (family.attention_bias == "qkv_bias" and bool(hf.qkv_bias))
 
 
 def _check_sizes(hf: Any) -> None:
@@ -193,6 +221,8 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     limit = hf.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModel(f"max_model_len {max_model_len} exceeds the model's {limit} positions")
+    if getattr(hf, "use_sliding_window", None) is False:  # some write 0 then
+        hf.sliding_window = None
     if getattr(hf, "use_bidirectional_attention", False):
         raise NotForDecoder(f"{model_type} with use_bidirectional_attention: is True; allowed: False")
     return hf

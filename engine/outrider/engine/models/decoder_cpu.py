@@ -14,10 +14,11 @@ from outrider.engine.batch import Batch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
+from outrider.engine.models.mixture_config import Mixture
 from outrider.engine.models.native_adapters import NativeAdapters
 from outrider.engine.models.weights import EMBEDDINGS, HEAD, WeightReader
 from outrider.kernels.cpu import decoder
-from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, RaggedRows
+from outrider.kernels.cpu.decoder import CpuDecoder, FeedWeights, Kind, LayerWeights, MixtureWeights, RaggedRows
 
 
 def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -80,6 +81,9 @@ class NativeDecoder:
         return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
 
 
+DENSE = "gate_proj", "up_proj", "down_proj"
+
+
 def _kind(reader: WeightReader, int8: bool) -> Kind | None:
     """Of the matrices that are tensors."""
     if int8:
@@ -93,12 +97,37 @@ def _layer(
     prefix = f"model.layers.{index}."
     qkv, qkv_bias = reader.linear_as_stored(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output, output_bias = reader.linear_as_stored(prefix, "self_attn.o_proj")
-    gate, gate_bias = reader.linear_as_stored(prefix, "mlp.gate_proj")
-    up, up_bias = reader.linear_as_stored(prefix, "mlp.up_proj")
-    down, down_bias = reader.linear_as_stored(prefix, "mlp.down_proj")
     input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)
+    mixture = config.mixture
+    feed: FeedWeights | MixtureWeights
+    if mixture is not None and index in mixture.layers:
+        feed = _mixture(mixture, prefix, reader)
+    else:
+        feed = _feed(prefix, "mlp", DENSE, reader)
     return LayerWeights(
-        qkv, output, gate, up, down, input_norm, post_norm, rotary[config.rotary_types[index]],
-        output_norm, down_norm, reader.qk_norm(prefix),
-        qkv_bias, output_bias, gate_bias, up_bias, down_bias, config.sliding_windows[index],
+        qkv, output, feed,
+        input_norm, post_norm, rotary[config.rotary_types[index]], output_norm, down_norm,
+        reader.qk_norm(prefix), config.family.qk_norm == "of all heads", reader.sinks(prefix), qkv_bias, output_bias,
+        config.sliding_windows[index],
     )  # fmt: skip
+
+
+def _feed(prefix: str, stem: str, names: tuple[str, str, str], reader: WeightReader) -> FeedWeights:
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = (
+        reader.linear_as_stored(prefix, f"{stem}.{name}") for name in names
+    )
+    return FeedWeights(gate, up, down, gate_bias, up_bias, down_bias)
+
+
+def _mixture(mixture: Mixture, prefix: str, reader: WeightReader) -> MixtureWeights:
+    names = mixture.names.gate, mixture.names.up, mixture.names.down
+    router, router_bias = reader.linear_as_stored(prefix, *mixture.routers)
+    return MixtureWeights(
+        router,
+        (_feed(prefix, mixture.expert(index), names, reader) for index in range(mixture.num_with_shared)),
+        mixture.num_chosen,
+        mixture.normalised,
+        mixture.shared_width is not None,
+        router_bias,
+        mixture.clamp,
+    )

@@ -33,11 +33,14 @@ def slot_rank(max_rank: int) -> int:
 
 
 def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """The outputs and inputs of every layer's products, by the checkpoint's names."""
+    """The outputs and inputs of every layer's products that adapters may change, by the checkpoint's names: not those
+    of experts."""
+    mixture = config.mixture
+    of_experts = () if mixture is None else tuple(f".{name}.weight" for name, *_ in mixture.linears(0))
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
-        if len(shape) == 2 and name.startswith("model.layers.")
+        if len(shape) == 2 and name.startswith("model.layers.") and not name.endswith(of_experts)
     }
 
 

@@ -99,7 +99,7 @@ class Products:
         batch_invariant: bool,
         keep_plain: bool,  # a second copy of plain ones, for one and two rows
     ) -> None:
-        self._reader, self._dtype, self._device = reader, dtype, device
+        self._reader, self._dtype, self.device = reader, dtype, device
         self._batch_invariant, self._keep_plain = batch_invariant, keep_plain
 
     def linear(self, prefix: str, *names: str) -> Product:
@@ -109,6 +109,19 @@ class Products:
             if not isinstance(weights, Tensor):
                 return self._side_by_side(weights, bias)
         return self._plain(*self._reader.linear(prefix, *names))
+
+    def matrices(self, prefixes: Sequence[str], *names: str) -> tuple[Tensor, Tensor | None]:
+        """The projections `prefix + name` of each prefix side by side, in the rows' type: what is stored as codes is
+        decoded. [prefixes, out, in], and the biases, [prefixes, out]."""
+        weight, bias = self._reader.linear(prefixes[0], *names)
+        weights = weight.new_empty(len(prefixes), *weight.shape)
+        biases = None if bias is None else bias.new_empty(len(prefixes), *bias.shape)
+        for index, prefix in enumerate(prefixes):
+            weight, bias = self._reader.linear(prefix, *names)
+            weights[index] = weight
+            if biases is not None and bias is not None:
+                biases[index] = bias
+        return weights, biases
 
     def embedding(self, scale: float | None) -> Embedding:
         """The input embeddings."""
@@ -125,7 +138,7 @@ class Products:
 
     def _packed(self, name: str) -> PackedMatrix | None:
         stored = self._reader.packed(name)
-        return None if stored is None or not can_pack(stored) else pack(stored, self._device)
+        return None if stored is None or not can_pack(stored) else pack(stored, self.device)
 
     def _side_by_side(self, weights: Weights, bias: Tensor | None) -> Product:
         parts: list[tuple[Linear | PackedLinear, int]] = []
@@ -139,12 +152,12 @@ class Products:
 
     def _part(self, weight: Weight, bias: Tensor | None) -> Linear | PackedLinear:
         if isinstance(weight, QuantizedMatrix) and can_pack(weight):
-            return PackedLinear(pack(weight, self._device), bias, self._batch_invariant)
+            return PackedLinear(pack(weight, self.device), bias, self._batch_invariant)
         return self._plain(self._converted(weight), bias)
 
     def _converted(self, weight: Weight) -> Tensor:
         numbers = weight if isinstance(weight, Tensor) else weight.decode()
-        return numbers.to(device=self._device, dtype=self._dtype, copy=True)
+        return numbers.to(device=self.device, dtype=self._dtype, copy=True)
 
     def _plain(self, weight: Tensor, bias: Tensor | None, keep_plain: bool | None = None) -> Linear:
         keep_plain = self._keep_plain if keep_plain is None else keep_plain

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig, turned_first
+from outrider.engine.models.fused_experts import of_each_expert
 from outrider.engine.models.state import QuantizedState, meta_of, renamed
 from outrider.kernels.cpu.decoder import Weight, Weights, is_bfloat16
 from outrider.kernels.layers.reference import through_int8
@@ -20,6 +21,7 @@ from outrider.kernels.quantized.form import QuantizedMatrix
 log = logging.getLogger(__name__)
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SINKS = "self_attn.sinks"
 _TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
 _BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # as a model names them that was saved without its head's class
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -42,34 +44,33 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
-    linears = [
-        ("self_attn.o_proj", hidden, heads, config.output_bias),
-        ("mlp.down_proj", hidden, width, config.mlp_bias),
-    ]
+    attention = [("self_attn.o_proj", hidden, heads, config.output_bias)]
+    feed = [("mlp.down_proj", hidden, width, config.mlp_bias)]
     if config.family.fused:
-        linears += [
-            ("self_attn.qkv_proj", heads + 2 * kv_heads, hidden, config.attention_bias),
-            ("mlp.gate_up_proj", 2 * width, hidden, config.mlp_bias),
-        ]
+        attention += [("self_attn.qkv_proj", heads + 2 * kv_heads, hidden, config.attention_bias)]
+        feed += [("mlp.gate_up_proj", 2 * width, hidden, config.mlp_bias)]
     else:
-        linears += [
+        attention += [
             ("self_attn.q_proj", heads, hidden, config.attention_bias),
             ("self_attn.k_proj", kv_heads, hidden, config.attention_bias),
             ("self_attn.v_proj", kv_heads, hidden, config.attention_bias),
-            ("mlp.gate_proj", width, hidden, config.mlp_bias),
-            ("mlp.up_proj", width, hidden, config.mlp_bias),
         ]
+        feed += [("mlp.gate_proj", width, hidden, config.mlp_bias), ("mlp.up_proj", width, hidden, config.mlp_bias)]
     norms = [(name, hidden) for name in _block_norms(config) if name is not None]
-    if config.family.qk_norm:
-        norms += [("self_attn.q_norm", dim), ("self_attn.k_norm", dim)]
+    norms += [(f"self_attn.{name}_norm", size) for name, size in _normed_sizes(config).items()]
+    mixture = config.mixture
+    experts = [] if mixture is None else mixture.linears(hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, rows, columns, bias in linears:
+        has_experts = mixture is not None and layer in mixture.layers
+        for name, rows, columns, bias in attention + (experts if has_experts else feed):
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         for name, size in norms:
             shapes[f"{prefix}{name}.weight"] = (size,)
+        if config.family.sinks:
+            shapes[f"{prefix}{SINKS}"] = (config.num_heads,)
     return shapes
 
 
@@ -90,6 +91,8 @@ def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[D
     configuration alone, as transformers decides it: a head that differs from the embeddings is the model's own; one
     that is there without them is both."""
     state = text_model_state(state)
+    if config.mixture is not None and config.mixture.names.fused:
+        state = of_each_expert(config.mixture, state)
     if not config.tied_embeddings or HEAD not in state:
         return config, state
     if EMBEDDINGS in state and not are_equal(state[EMBEDDINGS], state[HEAD]):
@@ -218,12 +221,20 @@ class WeightReader:
         )
 
     def qk_norm(self, prefix: str) -> Tensor | None:  # [heads + kv_heads, head_dim]
-        """The norms of the queries and keys of a layer, head by head."""
-        if not self.config.family.qk_norm:
+        """The factors of the norms of a layer's queries and keys, by head."""
+        if self.config.family.qk_norm == "no":
             return None
         query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        if self.config.family.qk_norm == "of all heads":
+            return torch.cat([query, key]).view(-1, dim)
         return torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
+
+    def sinks(self, prefix: str) -> Tensor | None:  # [heads] float32
+        """Of each head of a layer a score of no key."""
+        if not self.config.family.sinks:
+            return None
+        return self._state[f"{prefix}{SINKS}"].to(device=self._device, dtype=torch.float32, copy=True)
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return through_int8(weight) if self._int8 else weight
@@ -287,6 +298,14 @@ def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | Non
     if config.family.norms_after:
         return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
     return "input_layernorm", "post_attention_layernorm", None, None
+
+
+def _normed_sizes(config: DecoderConfig) -> dict[str, int]:
+    """Of the norms of queries and keys."""
+    dim, kind = config.head_dim, config.family.qk_norm
+    if kind == "no":
+        return {}
+    return {"q": dim, "k": dim} if kind == "by head" else {"q": config.num_heads * dim, "k": config.num_kv_heads * dim}
 
 
 def fused_parts(config: DecoderConfig) -> dict[str, tuple[str, slice]]:

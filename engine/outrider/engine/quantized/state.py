@@ -50,6 +50,11 @@ def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((said for said in found if said is not None), None)
 
 
+def keeps_experts_together(said: Mapping[str, Any]) -> bool:
+    """Whether the quantised weights are those of experts alone, a layer's in one tensor (models/fused_experts.py)."""
+    return isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
+
+
 def rounds_activations(said: Mapping[str, Any]) -> bool:
     """Whether what products read is to be rounded, too, which our engine does not."""
     groups = said.get("config_groups")

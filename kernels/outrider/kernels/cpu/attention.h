@@ -4,6 +4,8 @@
 #ifndef OUTRIDER_ATTENTION_H
 #define OUTRIDER_ATTENTION_H
 
+#include <math.h>
+
 #include "vectors.h"
 
 #define MOST_DIM 256
@@ -41,6 +43,7 @@ typedef struct {
     int64_t first, end;   /* positions of the keys that it sees */
     float *scores, total; /* of the keys that any of those together sees, with room for LANES - 1 more; their sum */
     float *out;           /* [head_dim] */
+    float sink;           /* a score of no key, that takes its part of the sum; -infinity: none */
 } Query;
 
 /* The scores of all keys from `first` to `end`. Keys are fetched a run ahead, values before `average` wants them: what
@@ -76,9 +79,9 @@ INLINE void score(const int count, const AttentionShape *shape, const Query *que
 }
 
 /* scores: as many as there are keys, and up to LANES - 1 more. Turns them into e^(score - greatest), 0 past the last
-   key; returns their sum. */
-INLINE float exponentials(float *scores, int64_t count) {
-    float most = scores[0];
+   key; returns their sum, with the sink's. */
+INLINE float exponentials(float *scores, int64_t count, float sink) {
+    float most = scores[0] > sink ? scores[0] : sink;
     for (int64_t key = 1; key < count; key++) most = scores[key] > most ? scores[key] : most;
     floats total = {};
     for (int64_t key = 0; key < count; key += LANES) {
@@ -87,7 +90,7 @@ INLINE float exponentials(float *scores, int64_t count) {
         for (int64_t past = count; past < key + LANES; past++) scores[past] = 0.0f;
         total += load(scores + key);
     }
-    return sum(total);
+    return sink == -INFINITY ? sum(total) : sum(total) + expf(sink - most);
 }
 
 /* The values of the keys from `first` to `end`, weighted by the scores. */
@@ -131,7 +134,7 @@ INLINE void attend(const int count, const AttentionShape *shape, Query *queries,
     for (int index = 0; index < count; index++) {
         Query *query = queries + index;
         for (int64_t key = first; key < query->first; key++) query->scores[key - first] = 0.0f;
-        query->total = exponentials(query->scores + (query->first - first), query->end - query->first);
+        query->total = exponentials(query->scores + (query->first - first), query->end - query->first, query->sink);
         for (int64_t key = query->end; key < end; key++) query->scores[key - first] = 0.0f;
     }
     average(count, shape, queries, values, places, first, end);

@@ -1,4 +1,4 @@
-/* A pass of a decoder (Llama, Mistral, Qwen, Gemma, Phi) over a ragged batch, in float32, on threads that stay together
+/* A pass of a decoder (Llama, Mistral, Qwen, Gemma, Phi, and mixtures of experts) over a ragged batch, in float32, on threads that stay together
    from the first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no
    number of threads. */
 
@@ -7,15 +7,18 @@
 #include <string.h>
 
 #include "attention.h"
-#include "low_rank.h"
-#include "product.h"
-#include "team.h"
+#include "mixture.h"
+#include "rows.h"
 
 typedef struct {
-    Matrix qkv, output, gate, up, down;
+    Matrix qkv, output;
+    Matrix gate, up, down;                /* of the feed-forward; nothing where experts are */
+    const Mixture *mixture;               /* or none */
     const float *input_norm, *post_norm;  /* [hidden]: before attention, before the gate */
     const float *output_norm, *down_norm; /* [hidden], or none: of what is then added to the residual stream */
     const float *qk_norm;                 /* [heads + kv_heads][head_dim], or none */
+    int64_t norms_all_heads;              /* queries as one vector, and keys, and not head by head */
+    const float *sinks;                   /* [heads], or none */
     const float *cos, *sin;               /* [positions][head_dim]; the first half of the sines is negated */
     int64_t window;
 } Layer;
@@ -46,31 +49,6 @@ typedef struct {
 /* Floats for one query's scores. */
 static int64_t scores_size(int64_t keys) { return (keys + 2 * LANES) / LANES * LANES; }
 
-static float rms_factor(const float *x, int64_t dim, float eps) {
-    floats squares = {};
-    for (int64_t at = 0; at < dim; at += LANES) squares += load(x + at) * load(x + at);
-    return 1.0f / sqrtf(sum(squares) / (float)dim + eps);
-}
-
-/* Of the first rows of x, or of those that `chosen` names. out: placed for the product with `next`; kept, too, for
-   adapters. */
-static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
-                      float eps, const Matrix *next, const Adapters *adapters, float *out) {
-    int64_t dim = next->inputs, width = placed_together(next);
-    for (CLAIM(row, rows)) {
-        const float *from = x + (chosen ? chosen[row] : row) * dim;
-        floats factor = all(rms_factor(from, dim, eps));
-        for (int64_t first = 0; first < dim; first += width) {
-            float normed[STEP_IN];
-            for (int64_t at = 0; at < width; at += LANES)
-                store(normed + at, load(from + first + at) * factor * load(weight + first + at));
-            place(next, rows, row, first, width, normed, out);
-            keep_input(adapters, dim, row, first, width, normed);
-        }
-    }
-    meet(thread);
-}
-
 /* hidden += the norm of x; both [rows][dim]. */
 static void add_normed(Thread *thread, const float *x, const float *weight, int64_t rows, int64_t dim, float eps,
                        float *hidden) {
@@ -84,35 +62,11 @@ static void add_normed(Thread *thread, const float *x, const float *weight, int6
     meet(thread);
 }
 
-/* x: placed; out: [rows][outputs], set, or added to. `next`: the matrix that is read after this one. */
-static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, const Change *change,
-                    float *out, const Matrix *next) {
-    if (change->adapters) multiply_down(thread, change, rows, matrix->inputs);
-    for (CLAIM(panel, num_panels(matrix))) {
-        int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
-        product_panel(matrix, panel, x, rows, thread->results);
-        if (change->adapters) add_low_rank(change, panel, matrix->outputs, rows, thread->results);
-        for (int64_t row = 0; row < rows; row++) {
-            float *to = out + row * matrix->outputs + first, *result = thread->results[row];
-            for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
-        }
-    }
-    look_ahead(thread, next);
-    meet(thread);
-}
-
 /* x: placed. hidden += the product, or its norm; `spare` has room for the product. */
 static void add_product(Thread *thread, const Matrix *matrix, const float *norm, float eps, const float *x,
                         int64_t rows, const Change *change, float *spare, float *hidden, const Matrix *next) {
     product(thread, matrix, x, rows, !norm, change, norm ? spare : hidden, next);
     if (norm) add_normed(thread, spare, norm, rows, matrix->outputs, eps, hidden);
-}
-
-/* x * sigmoid(x); or x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is x / 2 * (1 + tanh(half of that)). */
-INLINE floats activated(floats x, int64_t is_gelu) {
-    floats slope = x;
-    if (is_gelu) slope *= all(1.5957691216f) + all(0.0713548162f) * x * x;
-    return x / (all(1.0f) + exponential(-slope));
 }
 
 /* x: placed; out: activated(gate) * up, placed. */
@@ -152,11 +106,17 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
         float *own = qkv + row * width;
         const float *cosine = layer->cos + batch->positions[row] * dim;
         const float *sine = layer->sin + batch->positions[row] * dim;
+        float of_queries = 1.0f, of_keys = 1.0f;
+        if (layer->norms_all_heads) {
+            of_queries = rms_factor(own, decoder->heads * dim, decoder->eps);
+            of_keys = rms_factor(own + decoder->heads * dim, kept, decoder->eps);
+        }
         for (int64_t index = 0; index < turned; index++) {
             float *at = own + index * dim;
             memcpy(head, at, (size_t)dim * sizeof(float));
             if (layer->qk_norm) {
-                float factor = rms_factor(at, dim, decoder->eps);
+                float factor = index < decoder->heads ? of_queries : of_keys;
+                if (!layer->norms_all_heads) factor = rms_factor(at, dim, decoder->eps);
                 for (int64_t i = 0; i < dim; i++) head[i] = at[i] * factor * layer->qk_norm[index * dim + i];
             }
             for (int64_t i = 0; i < half; i++) at[i] = head[i] * cosine[i] + head[i + half] * sine[i];
@@ -208,7 +168,8 @@ static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer
             int64_t at = row + (done + index) / group, head = kv_head * group + (done + index) % group;
             int64_t seen = at + after, first = shape->window && seen > shape->window ? seen - shape->window : 0;
             const float *vector = qkv + at * width + head * dim;
-            queries[index] = (Query){vector, first, seen, thread->scores + index * room, 0.0f, attended[index]};
+            float sink = layer->sinks ? layer->sinks[head] : -INFINITY;
+            queries[index] = (Query){vector, first, seen, thread->scores + index * room, 0.0f, attended[index], sink};
         }
         attend_together(count, shape, queries, keys + kv_head * dim, values + kv_head * dim, &places);
         for (int64_t index = 0; index < count; index++) {
@@ -307,7 +268,12 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
         attention(thread, decoder, layer, batch, qkv, keys, values, attended);
         add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, &of_output, spare, hidden,
-                    &layer->gate);
+                    layer->mixture ? &layer->mixture->router : &layer->gate);
+        if (layer->mixture) {
+            mix(thread, layer->mixture, decoder->gate_is_gelu, layer->post_norm, decoder->eps, rows, hidden, normed,
+                spare, next);
+            continue;
+        }
         norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, adapters, normed);
         gated(thread, layer, decoder->gate_is_gelu, normed, rows, &of_gate_up, wide);
         add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, &of_down, spare, hidden, next);
@@ -350,8 +316,13 @@ static int64_t inputs_scratch(const Decoder *decoder, int64_t rows) {
 /* Floats that the functions below need as scratch. */
 int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int64_t threads) {
     int64_t qkv = (decoder->heads + 2 * decoder->kv_heads) * decoder->head_dim;
-    int64_t outputs = rows * (qkv + 2 * decoder->hidden + decoder->intermediate);
-    return inputs_scratch(decoder, rows) + outputs + threads * own_scratch(rows, keys);
+    int64_t outputs = rows * (qkv + 2 * decoder->hidden + decoder->intermediate), mixed = 0;
+    for (int64_t index = 0; index < decoder->num_layers; index++) {
+        const Mixture *mixture = decoder->layers[index].mixture;
+        int64_t size = mixture ? mixture_scratch(mixture, rows) : 0;
+        mixed = size > mixed ? size : mixed;
+    }
+    return inputs_scratch(decoder, rows) + outputs + mixed + threads * own_scratch(rows, keys);
 }
 
 static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
@@ -396,7 +367,9 @@ void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
-            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, &UNCHANGED, out, matrices[at]);
+            for (int at = 0; at < (layer->mixture ? 2 : 5); at++)
+                product(&thread, matrices[at], in, rows, 0, &UNCHANGED, out, matrices[at]);
+            if (layer->mixture) mixture_products(&thread, layer->mixture, in, rows, out);
         }
         product(&thread, &decoder->head, in, rows, 0, &UNCHANGED, logits, &decoder->head);
         if (decoder->has_tiles) tiles_end();

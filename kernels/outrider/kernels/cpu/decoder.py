@@ -69,11 +69,23 @@ class Matrix(Structure):
     )  # fmt: skip
 
 
+class _Expert(Structure):
+    _fields_ = tuple((name, Matrix) for name in ("gate", "up", "down"))
+
+
+class _Mixture(Structure):
+    _fields_ = (
+        ("router", Matrix), ("experts", POINTER(_Expert)),
+        *((name, c_int64) for name in ("num_experts", "num_chosen", "normalised", "has_shared", "hidden", "widest")),
+        ("slope", c_float), ("limit", c_float),
+    )  # fmt: skip
+
+
 class _Layer(Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, Matrix) for name in ("qkv", "output", "gate", "up", "down")), ("mixture", POINTER(_Mixture)),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "output_norm", "down_norm", "qk_norm")),
-        ("cos", c_void_p), ("sin", c_void_p),
+        ("norms_all_heads", c_int64), ("sinks", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int64),
     )  # fmt: skip
 
@@ -97,31 +109,48 @@ class _Rows(Structure):
 
 
 @dataclass(frozen=True, slots=True)
+class FeedWeights:
+    """A gated feed-forward's, or an expert's: the matrices in any floating type or quantised."""
+
+    gate: Weights  # [intermediate, hidden]
+    up: Weights  # [intermediate, hidden]
+    down: Weights  # [hidden, intermediate]
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """Experts, and what sends rows to them."""
+
+    router: Weights  # [experts, hidden], and behind them the gate of the shared one
+    experts: Iterable[FeedWeights]  # the next is asked for when the one before it is packed; the shared one is last
+    num_chosen: int  # of those that are not shared
+    normalised: bool  # the weights of the chosen ones sum to 1
+    has_shared: bool
+    router_bias: Tensor | None = None  # [experts]
+    clamp: tuple[float, float] | None = None  # slope and limit of gpt-oss's gate
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer's: the matrices in any floating type or quantised, all else float32."""
 
     qkv: Weights  # [(heads + 2 * kv_heads) * head_dim, hidden]
     output: Weights  # [hidden, heads * head_dim]
-    gate: Weights  # [intermediate, hidden]
-    up: Weights  # [intermediate, hidden]
-    down: Weights  # [hidden, intermediate]
+    feed: FeedWeights | MixtureWeights
     input_norm: Tensor  # [hidden]: before attention
     post_norm: Tensor  # [hidden]: before the gate
     rotary: tuple[Tensor, Tensor]  # cos and signed sin, [positions, head_dim] each
     output_norm: Tensor | None = None  # [hidden]: of attention's output, before it is added
     down_norm: Tensor | None = None  # [hidden]: of the feed-forward's
     qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
+    norms_all_heads: bool = False  # queries as one vector, and keys, and not head by head
+    sinks: Tensor | None = None  # [heads]: of each a score of no key
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
     window: int | None = None
-
-    @property
-    def multiplied_together(self) -> tuple[tuple[Weights, ...], ...]:
-        """Those that the same rows are multiplied with, which lie in one way."""
-        return (self.qkv,), (self.output,), (self.gate, self.up), (self.down,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +214,7 @@ class CpuDecoder:
         head_matrix = self._matrix(head, None, may_round(head))
         table, table_kind = self._table(embeddings, head_matrix if embeddings is head else None)
         self._decoder = _Decoder(
-            len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
+            len(packed), self.hidden, max(map(_widest, packed)), heads, kv_heads,
             packed[0].qkv.outputs // (heads + 2 * kv_heads), int(activation == "gelu_tanh"),
             eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
             self._layers, table, len(embeddings), table_kind, embedding_scale, self._pointer(norm), head_matrix,
@@ -245,17 +274,42 @@ class CpuDecoder:
         return c_void_p(self._scratch.data_ptr())
 
     def _layer(self, layer: LayerWeights) -> _Layer:
-        qkv, output, gate_up, down = (may_round(*each) for each in layer.multiplied_together)
-        return _Layer(
-            self._matrix(layer.qkv, layer.qkv_bias, qkv),
-            self._matrix(layer.output, layer.output_bias, output and layer.rotary[0].shape[1] % STEP == 0),
-            self._matrix(layer.gate, layer.gate_bias, gate_up),
-            self._matrix(layer.up, layer.up_bias, gate_up),
-            self._matrix(layer.down, layer.down_bias, down),
-            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
-            *map(self._pointer, layer.rotary),
-            layer.window or 0,
+        attention = (
+            self._matrix(layer.qkv, layer.qkv_bias, may_round(layer.qkv)),
+            self._matrix(
+                layer.output, layer.output_bias, may_round(layer.output) and layer.rotary[0].shape[1] % STEP == 0
+            ),
         )
+        if isinstance(layer.feed, MixtureWeights):
+            feed, mixture = (Matrix(), Matrix(), Matrix()), ctypes.pointer(self._mixture(layer.feed))
+        else:
+            feed, mixture = self._feed(layer.feed), None
+        return _Layer(
+            *attention, *feed, mixture,
+            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
+            int(layer.norms_all_heads), *map(self._pointer, (layer.sinks, *layer.rotary)), layer.window or 0,
+        )  # fmt: skip
+
+    def _feed(self, feed: FeedWeights) -> tuple[Matrix, Matrix, Matrix]:
+        """Its matrices; rows lie in one way for gate and up."""
+        together = may_round(feed.gate, feed.up)
+        return (
+            self._matrix(feed.gate, feed.gate_bias, together),
+            self._matrix(feed.up, feed.up_bias, together),
+            self._matrix(feed.down, feed.down_bias, may_round(feed.down)),
+        )
+
+    def _mixture(self, mixture: MixtureWeights) -> _Mixture:
+        router = self._matrix(mixture.router, mixture.router_bias, may_round(mixture.router))
+        packed = [_Expert(*self._feed(expert)) for expert in mixture.experts]
+        experts = (_Expert * len(packed))(*packed)
+        widest = max(expert.gate.outputs for expert in packed)
+        made = _Mixture(
+            router, experts, len(packed) - mixture.has_shared, mixture.num_chosen, int(mixture.normalised),
+            int(mixture.has_shared), router.inputs, widest, *(mixture.clamp or (0.0, 0.0)),
+        )  # fmt: skip
+        self._kept += [experts, made]
+        return made
 
     def _table(self, embeddings: Weight, head: Matrix | None) -> tuple[int, Kind]:
         """Where the embeddings lie, and how: in the head, where that is given and packed."""
@@ -281,6 +335,11 @@ class CpuDecoder:
         kept = tensor.contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+
+def _widest(layer: _Layer) -> int:
+    """Outputs of its gate, or of its experts' widest."""
+    return int(layer.mixture.contents.widest if layer.mixture else layer.gate.outputs)
 
 
 def may_round(*weights: Weights) -> bool:

@@ -91,6 +91,20 @@ def gated_gelu(
     return F.gelu(gate, approximate="tanh" if approximate else "none").mul_(up)
 
 
+def gated_clamped(
+    gate_up: Tensor,  # [rows, 2 * width]
+    *,
+    slope: float,
+    limit: float,
+    batch_invariant: bool = False,
+) -> Tensor:  # [rows, width]
+    """gpt-oss's: (up + 1) * gate * sigmoid(slope * gate), of a gate of at most `limit` and an up of at most that size.
+    In plain PyTorch, whose bits of exp depend on no place."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate / (1 + torch.exp(-slope * gate)))
+
+
 def rotary_table(inv_freq: Tensor, scaling: float, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """inv_freq: [dim / 2] -> cos and signed sin, [max_positions, dim] each. The first half of the sines is negated, so
     that a turn is x * cos + roll(x) * sin."""
@@ -140,11 +154,20 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return has_layouts and bool(checks.get(dtype, lambda: True)())
 
 
+LEAST_OUTPUTS = 16  # of a product on the CPU whose rows' bits do not depend on where they stand in a tile
+
+
+def _widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:  # [out, in], [out]
+    """With outputs of zeros behind the others."""
+    lacking = LEAST_OUTPUTS - len(weight)
+    return F.pad(weight, (0, 0, 0, lacking)), None if bias is None else F.pad(bias, (0, lacking))
+
+
 class Linear:
     """y = x W^T + b. The layout is a function of shape, dtype and device alone, so that equal processes compute equal
     bits. Batch-invariant products are row tiles on a CPU and a kernel of one tile shape elsewhere."""
 
-    __slots__ = ("_batch_invariant", "_bias", "_packed", "_plain", "_transposed")
+    __slots__ = ("_batch_invariant", "_bias", "_num_outputs", "_packed", "_plain", "_transposed")
 
     def __init__(
         self,
@@ -156,6 +179,9 @@ class Linear:
     ) -> None:
         self._bias = bias
         self._batch_invariant = batch_invariant
+        self._num_outputs = len(weight)
+        if batch_invariant and weight.device.type == "cpu" and len(weight) < LEAST_OUTPUTS:
+            weight, self._bias = _widened(weight, bias)
         self._packed: Tensor | None = None
         self._plain: Tensor | None = None
         self._transposed: Tensor | None = None
@@ -180,7 +206,10 @@ class Linear:
             from outrider.kernels.layers import triton as layers_triton
 
             return layers_triton.linear(x, self._plain, self._bias)
-        return by_row_tiles(self._product, x) if self._batch_invariant else self._product(x)
+        if not self._batch_invariant:
+            return self._product(x)
+        product = by_row_tiles(self._product, x)
+        return product if product.shape[1] == self._num_outputs else product[:, : self._num_outputs].contiguous()
 
     def _product(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
         if self._transposed is not None:

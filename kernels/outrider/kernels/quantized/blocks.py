@@ -99,6 +99,7 @@ def _mxfp4(blocks: Tensor) -> Codes:
     return Codes(nibbles(blocks[:, 1:]), scales.bfloat16())
 
 
+MXFP4 = Form(4, BLOCK, dtype=torch.bfloat16, table=MXFP4_VALUES)
 # Bytes of a block, its form, and its codes.
 _KINDS: Mapping[str, tuple[int, Form, Callable[[Tensor], Codes]]] = {
     "Q4_0": (18, Form(4, BLOCK, zero=8), _q4),
@@ -109,6 +110,6 @@ _KINDS: Mapping[str, tuple[int, Form, Callable[[Tensor], Codes]]] = {
     "Q4_K": (144, Form(4, K_BLOCK, part=32, has_minima=True), _q4_k),
     "Q5_K": (176, Form(5, K_BLOCK, part=32, has_minima=True), _q5_k),
     "Q6_K": (210, Form(6, K_BLOCK, part=16, zero=32), _q6_k),
-    "MXFP4": (17, Form(4, BLOCK, dtype=torch.bfloat16, table=MXFP4_VALUES), _mxfp4),
+    "MXFP4": (17, MXFP4, _mxfp4),
 }
 QUANTIZED_KINDS = tuple(_KINDS)

@@ -72,7 +72,7 @@ class DFlash2Head(BlockHead):
         output = around_attention.leave(layer.attend(taken, *step), kernel, places)
         normed, residual = add_rms_norm(output, residual, self._post_norms[index], self._eps)
         taken, kernel = around_feed.enter(normed, places)
-        return around_feed.leave(layer.feed(taken), kernel, places), residual
+        return around_feed.leave(layer.feed(taken, None), kernel, places), residual
 
     def at(self, guess: BlockGuess, chains: BlockChains) -> tuple[Tensor, Tensor | None]:
         """Masks and bans come before the candidates: of those that are allowed there are as many as without. Shapes:

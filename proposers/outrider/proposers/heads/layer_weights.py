@@ -7,6 +7,7 @@ from torch import Tensor
 
 from outrider.engine.models.decoder import DecoderLayer
 from outrider.engine.models.decoder_config import DecoderConfig
+from outrider.engine.models.feed import GatedFeed
 from outrider.engine.models.products import Product
 from outrider.proposers.heads.head import HeadReader
 
@@ -21,15 +22,18 @@ def read_layer(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, .
         return reader.product(*stacked(reader, prefixes, columns, whole, *parts))
 
     qk_norm = None
-    if config.family.qk_norm:
+    if config.family.qk_norm == "by head":
         query, key = (reader.tensor((dim,), *_named(prefixes, f"self_attn.{part}_norm.weight")) for part in "qk")
         qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
     return DecoderLayer(
         config,
         qkv=linear(inputs, QKV, *_qkv(config)),
         output=linear(config.num_heads * dim, "", ("self_attn.o_proj", hidden)),
-        gate_up=linear(hidden, GATE_UP, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
-        down=linear(width, "", ("mlp.down_proj", hidden)),
+        feed=GatedFeed(
+            config,
+            linear(hidden, GATE_UP, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
+            linear(width, "", ("mlp.down_proj", hidden)),
+        ),
         post_norm=reader.tensor((hidden,), *_named(prefixes, "post_attention_layernorm.weight")),
         qk_norm=qk_norm,
     )

@@ -1,0 +1,133 @@
+"""The experts of a checkpoint that keeps those of a layer in one tensor, as gpt-oss does, by the names that they have
+in others: gate and up by turns, in plain numbers, whose inputs come first, or in blocks of 32 floats of 4 bits (MXFP4,
+OCP Microscaling Formats 1.0), whose outputs do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outrider.engine.models.base import WrongCheckpoint
+from outrider.engine.models.mixture_config import Mixture
+from outrider.engine.models.state import meta_of
+from outrider.kernels.quantized.blocks import MXFP4
+from outrider.kernels.quantized.form import Codes, QuantizedMatrix
+
+FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+TURNS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}}
+WHOLE = {"down_proj": {"down_proj": slice(None)}}
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of an expert lies."""
+
+    stored: str  # without what follows it in a quantised one's names
+    expert: int
+    turn: slice  # of its outputs: gate and up by turns
+    is_bias: bool
+
+
+def of_each_expert(mixture: Mixture, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The state, in which each expert has its own tensors."""
+    if not any(FUSED.fullmatch(name) for name in state):
+        return state
+    is_packed = any(name.endswith("_proj_blocks") for name in state)
+    return PackedExperts(mixture, state) if is_packed else FusedExperts(mixture, state)
+
+
+class FusedExperts(Mapping[str, Tensor]):
+    """A LazyState over the tensors as they are stored."""
+
+    def __init__(self, mixture: Mixture, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+        self._others = [name for name in state if FUSED.fullmatch(name) is None]
+        self._places: dict[str, Place] = {}
+        for match in filter(None, map(FUSED.fullmatch, state)):
+            prefix, whole, kind = match[1], match[2], match[3] or ""
+            if kind == "_scales":
+                continue
+            for part, turn in (TURNS | WHOLE)[whole].items():
+                for expert in range(mixture.num_experts):
+                    name = f"{prefix}{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
+                    self._places[name] = Place(f"{prefix}{whole}", expert, turn, kind == "_bias")
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places.get(name)
+        if place is None:
+            return self._state[name]
+        return _bias(self._state, place) if place.is_bias else self._weight(place)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._others
+        yield from self._places
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._places)
+
+    @cached_property
+    def meta(self) -> Mapping[str, Tensor]:
+        """The shape and type of each, without its numbers."""
+        stored = {name: torch.empty_like(tensor, device="meta") for name, tensor in meta_of(self._state).items()}
+        found = {name: stored[name] for name in self._others}
+        for name, place in self._places.items():
+            found[name] = _bias(stored, place) if place.is_bias else self._shape(stored, place)
+        return found
+
+    def _weight(self, place: Place) -> Tensor:  # [outputs, inputs]
+        return _one(self._state, place.stored, place).t()[place.turn]
+
+    def _shape(self, stored: Mapping[str, Tensor], place: Place) -> Tensor:
+        return _one(stored, place.stored, place).t()[place.turn]
+
+
+class PackedExperts(FusedExperts):
+    """Whose matrices are floats of 4 bits (a QuantizedState)."""
+
+    def packed(self, name: str) -> QuantizedMatrix | None:
+        """A matrix as it is stored; None for one of plain numbers."""
+        place = self._places.get(name)
+        return None if place is None or place.is_bias else self._matrix(place)
+
+    def _matrix(self, place: Place) -> QuantizedMatrix:
+        blocks, scales = (
+            _one(self._state, f"{place.stored}_{part}", place)[place.turn] for part in ("blocks", "scales")
+        )  # [outputs, blocks, 16] and [outputs, blocks] uint8
+        if blocks.dim() != 3 or blocks.shape[2] != BLOCK // 2 or scales.shape != blocks.shape[:2]:
+            raise WrongCheckpoint(f"{place.stored}: its _blocks and _scales have shapes that do not fit one another")
+
+        def read(start: int, end: int) -> Codes:
+            rows = blocks[start:end]
+            codes = torch.stack([rows & 15, rows >> 4], dim=-1).flatten(1)  # [rows, inputs]
+            exponents = scales[start:end].int() - 128  # the table's values are doubled
+            powers = torch.ldexp(torch.ones(exponents.shape), exponents)
+            return Codes(codes, powers.bfloat16())
+
+        return QuantizedMatrix(MXFP4, (len(blocks), blocks.shape[1] * BLOCK), read)
+
+    def _weight(self, place: Place) -> Tensor:
+        return self._matrix(place).decode()
+
+    def _shape(self, stored: Mapping[str, Tensor], place: Place) -> Tensor:
+        blocks = _one(stored, f"{place.stored}_blocks", place)[place.turn]
+        return torch.empty(blocks.shape[0], blocks[0].numel() * 2, device="meta")
+
+
+def _bias(state: Mapping[str, Tensor], place: Place) -> Tensor:  # [outputs]
+    return _one(state, f"{place.stored}_bias", place)[place.turn]
+
+
+def _one(state: Mapping[str, Tensor], name: str, place: Place) -> Tensor:
+    """An expert's part. Raises WrongCheckpoint."""
+    if name not in state:
+        raise WrongCheckpoint(f"missing {name}")
+    tensor = state[name]
+    if not 2 <= tensor.dim() <= 4 or place.expert >= len(tensor):
+        raise WrongCheckpoint(f"{name} has shape {tuple(tensor.shape)}, with no expert {place.expert}")
+    return tensor[place.expert]

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which rows go to which, and what they give together."""

@@ -1,0 +1,96 @@
+"""Mixtures of experts decode with drafts what they decode plainly, token for token, whatever drafts and however rows
+are grouped by expert: greedy and coupled, in 16 and in few bits, cold and over a warm prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.heads import random_head_of
+from support.models import KERNELS, MIXTURES, save_tiny, train_byte_level
+
+from outrider.llm import LLM, SamplingParams, TokensPrompt
+
+VOCAB, LENGTH, NUM_PROMPTS = 400, 40, 6
+TREE = "[(0,), (1,), (0, 0), (1, 0)]"
+HEADS = ("eagle3", "dflash", "dspark", "medusa")
+WAYS = ("draft_model", "suffix", "self:int4", "a tree", *HEADS)
+PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + 5 * j) % 390 for j in range(14)]) for i in range(NUM_PROMPTS)]
+
+
+class Pair:
+    """Folders of a mixture, of a draft of its first layer, and of heads, which know nothing."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        options: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None}
+        self.target = save_tiny(folder / "target", family, seed=1, **options)
+        self.draft = save_tiny(folder / "draft", family, seed=1, **options, num_hidden_layers=1)
+        for made in (self.target, self.draft):
+            train_byte_level(VOCAB).save(str(made / "tokenizer.json"))
+        self.heads = {name: random_head_of(self.target, name, folder / name) for name in HEADS}
+
+    def config(self, way: str) -> dict[str, Any]:
+        """What `LLM` is told."""
+        if way == "suffix":
+            return {"method": "suffix"}
+        model = {"draft_model": str(self.draft), "a tree": str(self.draft), "self:int4": "self:int4"}.get(way)
+        model = str(self.heads[way]) if model is None else model
+        tree = {"speculative_token_tree": TREE} if way == "a tree" else {}
+        return {"model": model, "num_speculative_tokens": 4, "draft_trial": "off", **tree}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def decoded(pair: Pair, way: str = "", rounds: int = 1, **options: Any) -> tuple[list[Any], int]:
+    """The tokens of all prompts together, greedy and coupled, and how many drafted ones were accepted."""
+    config = pair.config(way) if way else None
+    found: list[Any] = []
+    accepted = 0
+    for temperature in (0.0, 1.0):
+        sampling = [
+            SamplingParams(temperature=temperature, max_tokens=LENGTH, seed=seed) for seed in range(NUM_PROMPTS)
+        ]
+        rule = "coupled" if temperature else "auto"
+        with LLM(
+            pair.target, threads=2, batch_invariant=True, acceptance=rule, speculative_config=config,
+            max_model_len=128, **options,
+        ) as llm:  # fmt: skip
+            for _ in range(rounds):
+                outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+            counts: Mapping[str, Any] = {metric.name: metric for metric in llm.get_metrics()}
+            accepted += int(counts["vllm:spec_decode_num_accepted_tokens"].value) if way else 0
+    return found, accepted
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tokens_are_those_of_plain_decoding(
+    pair: Pair, kernels: str, prove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "pytorch":
+        monkeypatch.setattr("outrider.kernels.cpu.library._loaded", lambda: None)
+    plain, _ = decoded(pair)
+    accepted = 0
+    for way in WAYS if prove else ("draft_model", "a tree", "dspark"):
+        found, number = decoded(pair, way)
+        assert found == plain, way
+        accepted += number
+    assert accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_in_few_bits(pair: Pair, rounding: str) -> None:
+    plain, _ = decoded(pair, quantization=rounding)
+    for way in ("draft_model", "dflash"):
+        assert decoded(pair, way, quantization=rounding)[0] == plain
+
+
+def test_a_warm_cache_changes_no_token(pair: Pair) -> None:
+    (greedy, again, coupled, once_more), _ = decoded(pair, "draft_model", rounds=2)
+    assert greedy == again and coupled == once_more
