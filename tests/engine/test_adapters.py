@@ -102,7 +102,7 @@ def test_logits_are_those_of_merged_weights(kernels: str, family: str, tmp_path:
         assert differ(case.logits(None), expected) > 0.1, "the adapter shows"
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "gpt_oss"])  # which has one tensor
 def test_experts_are_not_for_adapters(family: str, tmp_path: Path) -> None:
     case = Case(family)
     of_all = tuple({name.rsplit(".", 2)[-2] for name in case.state if name.endswith("proj.weight")})

@@ -262,7 +262,7 @@ def test_packed_weights_in_captured_steps(gpu: PretendedDevice | None, no_tf32: 
 @torch.inference_mode()
 def test_a_mixture_in_captured_steps(family: str, gpu: PretendedDevice | None, no_tf32: None) -> None:
     """Which rows go to which experts is known to the device alone; a padded step's spare rows harm nobody."""
-    options: dict[str, Any] = {} if family == "gpt_oss" else {"num_hidden_layers": 1}
+    options: dict[str, Any] = {"num_hidden_layers": 1}
     config, state = tiny_config(family, **options), tiny_state(tiny_hf_model(family, **options))
     model = build_decoder(config, state, dtype="float32", device="cuda").model
     runner, plain = (ModelRunner(one, num_blocks=12) for one in (model, build_decoder(config, state).model))

@@ -99,7 +99,10 @@ def cpu_kernels(which: str) -> Iterator[None]:
 def tiny_config(family: str = "llama", **options: Any) -> dict[str, Any]:
     """The contents of a config.json; options override any key."""
     sizes = {name: value for name, value in TINY.items() if (family, name) != ("olmoe", "head_dim")}  # it has no own
-    return {**sizes, **FAMILIES[family], **options}
+    found = {**sizes, **FAMILIES[family], **options}
+    if family == "gpt_oss":  # a type for each layer
+        found["layer_types"] = found["layer_types"][: found["num_hidden_layers"]]
+    return found
 
 
 def tiny_hf_model(family: str = "llama", seed: int = 0, **options: Any) -> Any:
