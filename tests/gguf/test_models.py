@@ -64,6 +64,12 @@ def test_quantised_experts_stay_as_they_are_stored(family: str, kind: str, tmp_p
     assert torch.nn.functional.cosine_similarity(found[0], hf_logits(model, IDS)).median() > least
 
 
+def test_experts_are_as_many_as_is_said(tmp_path: Path) -> None:
+    file, _ = as_gguf(tmp_path / "model.gguf", "olmoe", metadata={"olmoe.expert_count": 6})
+    with pytest.raises(ValueError, match=r"ffn_\w+_exps\.weight: is of 7 experts; allowed: expert_count, 6"):
+        load_model(locate(file))
+
+
 def test_factors_of_frequencies_are_llama_3s(tmp_path: Path) -> None:
     """`rope_freqs.weight` is what llama.cpp's converter makes of rope_type "llama3"."""
     scaling = {

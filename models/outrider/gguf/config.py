@@ -335,7 +335,7 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
         elif layer.isdecimal() and part == SINKS:
             found[f"model.layers.{int(layer)}.self_attn.sinks"] = place
         elif experts is not None and layer.isdecimal() and stem in _EXPERTS and len(place.shape) == _sides(kind):
-            for index, one in enumerate(_each(place)):
+            for index, one in enumerate(_each(place, Keys(header).size("expert_count"))):
                 found[f"model.layers.{int(layer)}.{experts.name(index, _EXPERTS[stem])}.{kind}"] = one
         elif name.startswith("blk.") and layer.isdecimal() and stem in in_layer and kind in ("weight", "bias"):
             found[f"model.layers.{int(layer)}.{in_layer[stem]}.{kind}"] = _as_matrix(place, stem)
@@ -352,9 +352,11 @@ def _sides(kind: str) -> int:
     return 3 if kind == "weight" else 2
 
 
-def _each(place: TensorPlace) -> list[TensorPlace]:
-    """The matrices of a tensor of several."""
-    count, size = place.shape[0], place.num_bytes // place.shape[0]
+def _each(place: TensorPlace, count: int) -> list[TensorPlace]:
+    """The matrices of a tensor of so many. Raises WrongGguf."""
+    if place.shape[0] != count:
+        raise WrongGguf(f"{place.path}: {place.name}: is of {place.shape[0]} experts; allowed: expert_count, {count}")
+    size = place.num_bytes // count
     starts = [place.start + index * size for index in range(count)]
     return [replace(place, shape=place.shape[1:], start=start, num_bytes=size) for start in starts]
 
