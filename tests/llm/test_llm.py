@@ -720,3 +720,18 @@ def test_a_draft_that_knows_nothing_of_its_target_does_not_draft(
     assert drafted["refuse", "draft_model"] == 0 < drafted["warn", "draft_model"]
     assert drafted["refuse", "ngram,draft_model"] > 0
     assert "is no draft for this target" in caplog.text and "It drafts all the same" in caplog.text
+
+
+def test_a_draft_that_takes_too_long_to_try_drafts(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("outrider.llm.drafts.TRIAL_S", 0.0)
+    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config) as made:
+        greedy = SamplingParams(temperature=0, max_tokens=12)
+        assert ids_of(made.generate([TokensPrompt(prompt_token_ids=[7, 8])], greedy, **QUIET)) == [
+            greedy_ids(tiny_pair, [7, 8], 12)
+        ]
+        counts: dict[str, Any] = {metric.name: metric for metric in made.get_metrics()}
+        assert counts["vllm:spec_decode_num_draft_tokens"].value > 0
+    assert "could not be tried: it takes too long" in caplog.text

@@ -217,6 +217,7 @@ async def test_a_head_reads_the_first_channels_of_an_expansion(
         ("eagle3", {"target_hidden_size": 48}, "target_hidden_size: is 48; allowed: the target's, 64"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}, "taps: [0, 1, 7]; allowed: layers from 0 to 2"),
         ("mlp_speculator", {"emb_dim": 96}, "emb_dim 96"),
+        ("eagle", {"model_type": "olmoe"}, "a head of olmoe's layers; allowed: those of models without experts"),
         ("medusa", {"hidden_size": 96}, "hidden_size 96"),
         ("medusa", {"model_type": "llama"}, "holds no head"),
     ],

@@ -3,6 +3,7 @@ target, or a model of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from outrider.draft_service.boot import load_draft
 from outrider.engine.loader import LoadedModel
-from outrider.gateway.peers.draft_trials import trial_commits
+from outrider.gateway.peers.draft_trials import TRIAL_S, trial_commits
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
@@ -25,6 +26,7 @@ from outrider.planner.draft_trial import judge_trial
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.proposers.registry import make_proposer, method_of, needs_model
+from outrider.rpc.errors import OutriderError
 from outrider.rpc.pair import check_pair
 from outrider.rpc.words.request import SpeculationOptions, options_for_draft
 from outrider.rpc.words.sampling_params import AcceptanceRule
@@ -201,7 +203,12 @@ class ModelDraft(Speculation):
         if self.service is None or self._speculation.draft_trial == "off":
             return drafter
         method = next(name for name in self._speculation.methods if method_of(name).needs_model)
-        trial = judge_trial(method, runtime.run(trial_commits(self.service, target, encode, method)))
+        try:
+            commits = runtime.run(asyncio.wait_for(trial_commits(self.service, target, encode, method), TRIAL_S))
+        except (OutriderError, TimeoutError) as error:
+            log.warning("%s could not be tried: %s", self._speculation.model, str(error) or "it takes too long")
+            return drafter
+        trial = judge_trial(method, commits)
         log.info("%s was tried: %s", self._speculation.model, trial)
         if not trial.num_rounds or not trial.is_useless:
             return drafter

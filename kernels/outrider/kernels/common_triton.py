@@ -44,6 +44,31 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def add_products(
+    total: tl.tensor,  # [rows, outputs] float32
+    x_tile: tl.tensor,  # [rows, STEP]: where a row's first inputs lie
+    weight_tile: tl.tensor,  # [STEP, outputs]: where an output's do
+    is_row: tl.tensor,
+    is_column: tl.tensor,
+    width: tl.tensor,  # inputs
+    weight_in_stride: tl.tensor,
+    WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """Adds up along the inputs in one order, whatever the rows."""
+    steps = tl.arange(0, STEP)
+    for start in range(0, width, STEP):
+        inside = steps < width - start
+        left = tl.load(x_tile + start, is_row[:, None] & inside[None, :], 0.0)
+        right = tl.load(weight_tile + start * weight_in_stride, inside[:, None] & is_column[None, :], 0.0)
+        if WIDEN:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def merge(
     most: tl.tensor, weight: tl.tensor, total: tl.tensor, part_most: tl.tensor, part_weight: tl.tensor, part: tl.tensor
 ) -> tl.tensor:

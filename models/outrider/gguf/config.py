@@ -330,14 +330,15 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
         _, _, rest = name.partition(".")
         layer, _, part = rest.partition(".")
         stem, _, kind = part.rpartition(".")
+        is_in_block = name.startswith("blk.") and layer.isdecimal()
         if name in _TOP:
             found[_TOP[name]] = place
-        elif layer.isdecimal() and part == SINKS:
+        elif is_in_block and part == SINKS:
             found[f"model.layers.{int(layer)}.self_attn.sinks"] = place
-        elif experts is not None and layer.isdecimal() and stem in _EXPERTS and len(place.shape) == _sides(kind):
+        elif experts is not None and is_in_block and stem in _EXPERTS and len(place.shape) == _sides(kind):
             for index, one in enumerate(_each(place, Keys(header).size("expert_count"))):
                 found[f"model.layers.{int(layer)}.{experts.name(index, _EXPERTS[stem])}.{kind}"] = one
-        elif name.startswith("blk.") and layer.isdecimal() and stem in in_layer and kind in ("weight", "bias"):
+        elif is_in_block and stem in in_layer and kind in ("weight", "bias"):
             found[f"model.layers.{int(layer)}.{in_layer[stem]}.{kind}"] = _as_matrix(place, stem)
         else:
             unknown.append(name)

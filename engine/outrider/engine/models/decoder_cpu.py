@@ -14,6 +14,7 @@ from outrider.engine.batch import Batch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
+from outrider.engine.models.feed import DENSE
 from outrider.engine.models.mixture_config import Mixture
 from outrider.engine.models.native_adapters import NativeAdapters
 from outrider.engine.models.weights import EMBEDDINGS, HEAD, WeightReader
@@ -81,9 +82,6 @@ class NativeDecoder:
         return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
 
 
-DENSE = "gate_proj", "up_proj", "down_proj"
-
-
 def _kind(reader: WeightReader, int8: bool) -> Kind | None:
     """Of the matrices that are tensors."""
     if int8:
@@ -120,7 +118,7 @@ def _feed(prefix: str, stem: str, names: tuple[str, str, str], reader: WeightRea
 
 
 def _mixture(mixture: Mixture, prefix: str, reader: WeightReader) -> MixtureWeights:
-    names = mixture.names.gate, mixture.names.up, mixture.names.down
+    names = mixture.names.projections
     router, router_bias = reader.linear_as_stored(prefix, *mixture.routers)
     return MixtureWeights(
         router,

@@ -94,12 +94,11 @@ def feed_of(config: DecoderConfig, index: int, products: Products, batch_invaria
     prefix, mixture = f"model.layers.{index}.", config.mixture
     if mixture is None or index not in mixture.layers:
         return _gated(config, f"{prefix}mlp.", DENSE, products, batch_invariant)
-    names = mixture.names.gate, mixture.names.up, mixture.names.down
+    gate, up, down = names = mixture.names.projections
     router = products.linear(prefix, *mixture.routers)
     stems = [f"{prefix}{mixture.expert(number)}." for number in range(mixture.num_with_shared)]
     if not dispatch.runs_triton(torch.empty(0, device=products.device)):
         return MixedFeed(mixture, router, [_gated(config, stem, names, products, batch_invariant) for stem in stems])
-    gate, up, down = names
     own = stems[: mixture.num_experts]
     gate_ups, downs = products.matrices(own, gate, up), products.matrices(own, down)
     shared = [_gated(config, stem, names, products, batch_invariant) for stem in stems[mixture.num_experts :]]

@@ -25,7 +25,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpertPlace:
     """Where a tensor of an expert lies."""
 
     stored: str  # without what follows it in a quantised one's names
@@ -48,7 +48,7 @@ class FusedExperts(Mapping[str, Tensor]):
     def __init__(self, mixture: Mixture, state: Mapping[str, Tensor]) -> None:
         self._state = state
         self._others = [name for name in state if FUSED.fullmatch(name) is None]
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ExpertPlace] = {}
         for match in filter(None, map(FUSED.fullmatch, state)):
             prefix, whole, kind = match[1], match[2], match[3] or ""
             if kind == "_scales":
@@ -56,7 +56,7 @@ class FusedExperts(Mapping[str, Tensor]):
             for part, turn in (TURNS | WHOLE)[whole].items():
                 for expert in range(mixture.num_experts):
                     name = f"{prefix}{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
-                    self._places[name] = Place(f"{prefix}{whole}", expert, turn, kind == "_bias")
+                    self._places[name] = ExpertPlace(f"{prefix}{whole}", expert, turn, kind == "_bias")
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places.get(name)
@@ -80,10 +80,10 @@ class FusedExperts(Mapping[str, Tensor]):
             found[name] = _bias(stored, place) if place.is_bias else self._shape(stored, place)
         return found
 
-    def _weight(self, place: Place) -> Tensor:  # [outputs, inputs]
+    def _weight(self, place: ExpertPlace) -> Tensor:  # [outputs, inputs]
         return _one(self._state, place.stored, place).t()[place.turn]
 
-    def _shape(self, stored: Mapping[str, Tensor], place: Place) -> Tensor:
+    def _shape(self, stored: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:
         return _one(stored, place.stored, place).t()[place.turn]
 
 
@@ -95,7 +95,7 @@ class PackedExperts(FusedExperts):
         place = self._places.get(name)
         return None if place is None or place.is_bias else self._matrix(place)
 
-    def _matrix(self, place: Place) -> QuantizedMatrix:
+    def _matrix(self, place: ExpertPlace) -> QuantizedMatrix:
         blocks, scales = (
             _one(self._state, f"{place.stored}_{part}", place)[place.turn] for part in ("blocks", "scales")
         )  # [outputs, blocks, 16] and [outputs, blocks] uint8
@@ -111,19 +111,19 @@ class PackedExperts(FusedExperts):
 
         return QuantizedMatrix(MXFP4, (len(blocks), blocks.shape[1] * BLOCK), read)
 
-    def _weight(self, place: Place) -> Tensor:
+    def _weight(self, place: ExpertPlace) -> Tensor:
         return self._matrix(place).decode()
 
-    def _shape(self, stored: Mapping[str, Tensor], place: Place) -> Tensor:
+    def _shape(self, stored: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:
         blocks = _one(stored, f"{place.stored}_blocks", place)[place.turn]
         return torch.empty(blocks.shape[0], blocks[0].numel() * 2, device="meta")
 
 
-def _bias(state: Mapping[str, Tensor], place: Place) -> Tensor:  # [outputs]
+def _bias(state: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:  # [outputs]
     return _one(state, f"{place.stored}_bias", place)[place.turn]
 
 
-def _one(state: Mapping[str, Tensor], name: str, place: Place) -> Tensor:
+def _one(state: Mapping[str, Tensor], name: str, place: ExpertPlace) -> Tensor:
     """An expert's part. Raises WrongCheckpoint."""
     if name not in state:
         raise WrongCheckpoint(f"missing {name}")

@@ -27,6 +27,11 @@ class ExpertNames:
     fused: bool = False  # a layer's experts lie in one tensor: see fused_experts.py
     clamped: bool = False  # gates are gpt-oss's
 
+    @property
+    def projections(self) -> tuple[str, str, str]:
+        """Of an expert: gate, up and down."""
+        return self.gate, self.up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture:

@@ -85,7 +85,7 @@ class DraftTrials:
                     commits = await trial_commits(_OneDraft(replica), self._targets, self._encode, method)
                     trial = judge_trial(method, commits)
             except (OutriderError, TimeoutError) as error:
-                log.warning("draft %s could not be tried: %s", replica.address, error or "it takes too long")
+                log.warning("draft %s could not be tried: %s", replica.address, str(error) or "it takes too long")
                 return None
             except Exception:  # a bug must not end the trials of others
                 log.exception("draft %s could not be tried", replica.address)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.common_triton import tanh
+from outrider.kernels.common_triton import add_products, tanh
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -181,14 +181,10 @@ def _linear_kernel(
     is_row, is_column = rows < num_rows, columns < num_out
     x_tile = x + rows[:, None] * x_stride + steps[None, :]
     weight_tile = weight + columns.to(tl.int64)[None, :] * weight_out_stride + steps[:, None] * weight_in_stride
-    total = tl.zeros([ROWS, OUT], tl.float32)
-    for start in range(0, width, STEP):
-        inside = steps < width - start
-        left = tl.load(x_tile + start, is_row[:, None] & inside[None, :], 0.0)
-        right = tl.load(weight_tile + start * weight_in_stride, inside[:, None] & is_column[None, :], 0.0)
-        if WIDEN:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+    total = add_products(
+        tl.zeros([ROWS, OUT], tl.float32), x_tile, weight_tile, is_row, is_column, width, weight_in_stride, WIDEN,
+        PRECISION, STEP,
+    )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + columns, is_column, 0.0).to(tl.float32)[None, :]
     stored = rows[:, None] * num_out + columns[None, :]

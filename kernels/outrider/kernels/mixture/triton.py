@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels.common_triton import add_products
+
 TILE_ROWS = 16
 TILE_OUT = 64
 TILE_BYTES = 128  # along K, of one row of a tile
@@ -176,14 +178,10 @@ def _grouped_kernel(
         rows = pairs // WAYS if WAYS > 0 else places
         x_tile = x + rows[:, None] * x_stride + steps[None, :]
         weight_tile = weight + expert * expert_stride + columns.to(tl.int64)[None, :] * weight_stride + steps[:, None]
-        total = tl.zeros([ROWS, OUT], tl.float32)
-        for start in range(0, width, STEP):
-            inside = steps < width - start
-            left = tl.load(x_tile + start, is_row[:, None] & inside[None, :], 0.0)
-            right = tl.load(weight_tile + start, inside[:, None] & is_column[None, :], 0.0)
-            if WIDEN:
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = add_products(
+            tl.zeros([ROWS, OUT], tl.float32), x_tile, weight_tile, is_row, is_column, width, 1, WIDEN, PRECISION,
+            STEP,
+        )  # fmt: skip
         if HAS_BIAS:
             total += tl.load(bias + expert * num_out + columns, is_column, 0.0).to(tl.float32)[None, :]
         to = places if WAYS > 0 else pairs

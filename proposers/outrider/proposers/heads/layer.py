@@ -162,4 +162,6 @@ def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: 
         raise WrongCheckpoint(f"vocab_size: is {vocab_size}; allowed: the target's, {len(target.output)}")
     limit = max(int(config.get("max_position_embeddings") or 0), target.max_model_len)
     parsed = parse_config({**config, "num_hidden_layers": num_layers, "max_position_embeddings": limit})
+    if parsed.mixture is not None or parsed.family.qk_norm == "of all heads":
+        raise UnsupportedModel(f"a head of {parsed.model_type}'s layers; allowed: those of models without experts")
     return replace(parsed, max_model_len=target.max_model_len)
