@@ -28,7 +28,7 @@ from outrider.v1 import generation_pb2 as pb
 
 WEIGHTS = st.builds(m.TokenWeights.of, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
 LOGPROBS = tuples(tuples(st.builds(TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
-TIMINGS = st.builds(m.StepTimings, *[UINT32] * 8)
+TIMINGS = st.builds(m.StepTimings, *[UINT32] * 9)
 LOAD = st.builds(m.Load, *[UINT32] * 3)
 MESSAGES: dict[str, SearchStrategy] = {
     "open": st.builds(

@@ -76,6 +76,8 @@ class TableRunner:
     captured = None  # no pass is
     adapters = None  # nor has any row one
     last_pass = staticmethod(lambda: 1 << 40)  # the whole of a step: a clock in virtual time does not tell its parts
+    last_woken = staticmethod(lambda: 0)
+    census = None  # nor has the model experts
 
     def __init__(self, table: Table, num_blocks: int) -> None:
         self.table = table

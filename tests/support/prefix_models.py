@@ -43,6 +43,7 @@ def target_engine(
         forward=lambda entries: on_pass(sum(len(entry.token_ids) for entry in entries)),
         keep_paths=lambda paths: None,
         last_pass=lambda: 0,
+        last_woken=lambda: 0,
         captured=None,
         adapters=None,
         model=model,

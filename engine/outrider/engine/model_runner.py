@@ -23,7 +23,9 @@ from outrider.engine.hidden_states import Taps, check_taps
 from outrider.engine.kv_cache import KVCache, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, OutOfBlocks
 from outrider.engine.models.base import CausalLM
+from outrider.engine.models.census import CountsExperts
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.staging import on_host
 from outrider.engine.token_tree import KeptPath
 from outrider.engine.worker import require_device
 
@@ -100,6 +102,9 @@ class ModelRunner:
         self._timer = timer_of(model.device)
         self.last_pass: Callable[[], int] = lambda: 0
         """How many microseconds the last pass took, once it has ended: on an accelerator, once its logits were read."""
+        self.census = model.census if isinstance(model, CountsExperts) else None
+        self.last_woken: Callable[[], int] = lambda: 0
+        """How many experts the rows of the last pass went to, over all layers, at the same time; 0: it has none."""
         self._taps: Taps | None = None  # as large as the largest step so far
         self.hidden_states: Tensor | None = None  # [rows, taps, hidden] of the last pass, until the next
         self.captured: CapturedSteps | None = None
@@ -143,7 +148,7 @@ class ModelRunner:
             self.hidden_states = None if self._taps is None else self._taps.states[: batch.num_rows]
         elif self.captured is not None:
             self.hidden_states = self.captured.hidden_states
-        self.last_pass = self._timer.stop()
+        self._end_pass()
         return logits
 
     @torch.inference_mode()
@@ -155,8 +160,16 @@ class ModelRunner:
         if self.captured is None or logits is None:
             raise ValueError(f"no captured pass holds {len(entries)} rows, whose ids the device alone has")
         self.hidden_states = self.captured.hidden_states
-        self.last_pass = self._timer.stop()
+        self._end_pass()
         return logits
+
+    def _end_pass(self) -> None:
+        """What the pass took and woke is known once the device has computed it; nobody waits for it here."""
+        if self.census is not None:
+            read = on_host if self.captured is None else self.captured.graphs.download
+            found = read(self.census.num_woken)
+            self.last_woken = lambda: int(found())
+        self.last_pass = self._timer.stop()
 
     def _slots_of(self, entries: Sequence[BatchEntry]) -> list[int] | None:
         """Where the entries' adapters lie, once they are on the device; None where no entry has one."""

@@ -1,5 +1,5 @@
-"""The time of passes by their number of rows, and by the tokens that they look back on, measured before anything is
-served."""
+"""The time of passes by their number of rows, by the tokens that they look back on, and by the experts that their rows
+wake, measured before anything is served."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from math import log1p
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.model_runner import ModelRunner
+from outrider.rpc.messages import ExpertCosts
 
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+EXPERT_ROWS = 8  # at most: of a pass that tells what an expert costs
+LEAST_ASLEEP = 1e-3  # of all experts: where none is, more rows would wake no more
 CONTEXT, LONG_CONTEXT = 128, 2048  # tokens before the rows
+STRIDE = 7919  # of ids: a mixture of experts would send rows of one id to the same ones
 REPEATS = 3  # the best of them counts
 SHAPE_S = 0.25  # a number of rows is not repeated any more once it took so long
 BUDGET_S = 3.0  # for all together
@@ -78,15 +83,52 @@ def measure_context(
     return max(0.0, long_us - short_us) / (room - CONTEXT)
 
 
+def measure_experts(
+    runner: ModelRunner,
+    pool: BlockPool,
+    costs: StepProfile,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ExpertCosts | None:
+    """What a pass takes more for each expert that its rows wake: rows of different tokens against as many of one token,
+    which go to the same ones. None where the model has none, where they cannot be told apart, and where that fails. As
+    `measure_steps` else, which it follows."""
+    num_rows = max((rows for rows, us in costs if rows <= EXPERT_ROWS and 1e-6 * us <= SHAPE_S), default=1)
+    if runner.census is None or num_rows < 2:
+        return None
+    mixture, context = runner.census.mixture, runner.block_size
+    table = pool.allocate(-(-(context + num_rows) // runner.block_size))
+    try:
+        (alike, alike_us), (apart, apart_us) = (
+            _woken(runner, partial(_pass, runner, context, num_rows, table, stride), clock) for stride in (0, STRIDE)
+        )
+    except Exception:
+        log.exception("what an expert costs could not be measured")
+        return None
+    finally:
+        _give_back(runner, pool, table)
+    num_layers, share = len(mixture.layers), mixture.num_chosen / mixture.num_experts
+    if apart <= alike or share >= 1:
+        return None
+    asleep = max(1 - apart / (num_layers * mixture.num_experts), LEAST_ASLEEP)
+    along = min(1.0, (log1p(asleep - 1) / log1p(-share) - 1) / (num_rows - 1))
+    expert_us = max(0.0, apart_us - alike_us) / (apart - alike)
+    return ExpertCosts(num_layers, mixture.num_experts, mixture.num_chosen, expert_us, along)
+
+
+def _woken(runner: ModelRunner, run: Callable[[], None], clock: Callable[[], float]) -> tuple[int, float]:
+    """Experts that a pass wakes, and its microseconds."""
+    seconds = _best(run, clock)
+    return runner.last_woken(), 1e6 * seconds
+
+
 def _give_back(runner: ModelRunner, pool: BlockPool, table: list[int]) -> None:
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor[table] = 0
     pool.release(table)
 
 
-def _pass(runner: ModelRunner, context: int, num_rows: int, table: list[int]) -> None:
-    # Different ids, or a mixture of experts would send all rows to the same ones.
-    ids = [7919 * index % runner.model.vocab_size for index in range(num_rows)]
+def _pass(runner: ModelRunner, context: int, num_rows: int, table: list[int], stride: int = STRIDE) -> None:
+    ids = [stride * index % runner.model.vocab_size for index in range(num_rows)]
     num_blocks = -(-(context + num_rows) // runner.block_size)
     logits = runner.forward([BatchEntry(ids, context, table[:num_blocks], num_rows)])
     logits[-1, 0].item()  # waits for the device

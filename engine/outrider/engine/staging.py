@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,16 @@ class StagedColumns:
 def index_on(values: Sequence[int], device: torch.device) -> Tensor:  # [values] int64
     """Places in a tensor of a device."""
     return put_on(torch.tensor(values, dtype=torch.int64), device)
+
+
+def on_host(source: Tensor) -> Callable[[], Tensor]:
+    """What gives a copy of what a device has computed by now; nobody waits for it before, and it holds once that has
+    ended."""
+    if source.device.type == "cpu":
+        kept = source.clone()
+    else:
+        kept = torch.empty_like(source, device="cpu", pin_memory=True).copy_(source, non_blocking=True)
+    return lambda: kept
 
 
 def put_on(values: Tensor, device: torch.device) -> Tensor:

@@ -257,7 +257,10 @@ class LocalTarget(LocalVerifier):
         self.thread.ended.add_done_callback(lambda _: self.engine.close())
         costs = self.thread.call(self.engine.profile).result()
         self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
-        info = info_of(settings, loaded, limits, costs, tried, capabilities=self.engine.capabilities)
+        info = info_of(
+            settings, loaded, limits, costs, tried, capabilities=self.engine.capabilities,
+            expert_costs=self.engine.expert_costs,
+        )  # fmt: skip
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 

@@ -480,7 +480,7 @@ class GenerationEngine:
         known = self.learned.pair if self.learned is not None else ("", "")
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
         if self.learned is None or known != pair:
-            self.learned = Learned(pair, VerifyCosts(info.step_costs))
+            self.learned = Learned(pair, VerifyCosts(info.step_costs, info.expert_costs))
         costs, apart = draft_costs_of(draft, prepared.methods), are_apart(info, draft)
         stats, trials = self.learned.of(prepared.methods, prepared.at_target, RequestKind.of(prepared), costs, apart)
         goal_us = 1e3 * (prepared.request.goals.tpot_ms or 0.0)

@@ -11,6 +11,7 @@ from itertools import accumulate, chain, pairwise, repeat
 from math import inf, prod
 from operator import mul
 
+from outrider.planner.woken import WokenExperts
 from outrider.rpc.errors import ResourceExhausted
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
@@ -211,6 +212,7 @@ FADING = 0.002  # of what was learned of a number of rows, with every step
 PACE_RATE = 0.1
 MAX_SURPRISE = 2.0  # no step is believed to be slower or faster than expected by more
 MAX_POINTS = 64
+LEAST_LEFT = 0.1  # of the time of the rows: no step is foreseen to wake so few experts that less is left
 REDRAWN_EVERY = 8  # steps: no single one moves the curve much
 MOST_ROWS = 1 << 16
 
@@ -220,13 +222,20 @@ class StepTime:
     Between the numbers of rows that are known lie straight lines. More rows never take less: where measurements say
     otherwise they are averaged.
 
-    Of the tokens that a step looks back on (`context`) each adds the same (`context_us`), whatever the rows.
+    Of the tokens that a step looks back on (`context`) each adds the same (`context_us`), whatever the rows. Where the
+    model is a mixture, the rows count as if they woke as many experts as the profile's did, and what they wake more or
+    less is foreseen by `experts`.
 
     What happens to all steps alike, steps of every size tell of (`pace`), so that those that nobody tries any more are
     not judged by an hour that has gone; and what held up a few is forgotten while others run."""
 
-    def __init__(self, profile: Iterable[tuple[int, float]] = (), context_us: float = 0.0) -> None:
-        self.context_us = context_us
+    def __init__(
+        self,
+        profile: Iterable[tuple[int, float]] = (),
+        context_us: float = 0.0,
+        experts: WokenExperts | None = None,
+    ) -> None:
+        self.context_us, self.experts = context_us, experts
         self._profile = {num_rows: float(max(1, step_us)) for num_rows, step_us in profile}
         self._means = {
             num_rows: RunningMean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in self._profile.items()
@@ -235,8 +244,13 @@ class StepTime:
         self._curve: tuple[list[int], list[float]] | None = None  # rows and times at a pace of 1; None: to be redrawn
         self._num_added = 0
 
-    def at(self, num_rows: int, context: int = 0) -> float:
-        """The estimate for a number of rows; 0 while nothing is known."""
+    def at(self, num_rows: int, context: int = 0, sequences: float = 1.0) -> float:
+        """The estimate for rows of so many sequences; 0 while nothing is known."""
+        extra_us = 0.0 if self.experts is None else self.experts.extra_us(num_rows, sequences)
+        return self._of(num_rows, self.context_us * context + extra_us)
+
+    def _of(self, num_rows: int, beside_us: float) -> float:
+        """Of the rows, and what a step takes beside them at a pace of 1."""
         if not self._means:
             return 0.0
         rows, times = self._curve or self._redrawn()
@@ -248,10 +262,13 @@ class StepTime:
             between = times[low] + (times[high] - times[low]) * (num_rows - rows[low]) / (rows[high] - rows[low])
         # From twice the rows that were seen on, a row costs at least half of what those did.
         least = times[-1] * num_rows / (2 * rows[-1]) if num_rows > rows[-1] else 0.0
-        return self._pace * (max(between, least) + self.context_us * context)
+        alone = max(between, least)
+        return self._pace * max(alone + beside_us, LEAST_LEFT * alone)
 
-    def between(self, first: int, last: int, context: int = 0) -> list[float]:
+    def between(self, first: int, last: int, context: int = 0, sequences: float = 1.0) -> list[float]:
         """The estimates for all numbers of rows from `first` to `last`."""
+        if self.experts is not None:
+            return [self.at(rows, context, sequences) for rows in range(first, last + 1)]
         rows, _ = self._curve or self._redrawn()
         bends = {first, last, *(point for point in rows if first < point < last)}
         bends.update(range(max(first, rows[-1]) if rows else last, last))  # what is not known is no straight line
@@ -269,21 +286,38 @@ class StepTime:
 
     def rows_beside(self, num_rows: int, added_us: float) -> int:
         """How many more rows a step of `num_rows` can take in so much more time."""
-        limit_us = self.at(num_rows) + added_us
-        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
 
-    def add(self, num_rows: int, step_us: float, weight: float = 1.0, context: int = 0) -> None:
+        def alone(rows: int) -> float:
+            return self._of(rows, 0.0)
+
+        limit_us = alone(num_rows) + added_us
+        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=alone) - 1 - num_rows
+
+    def add(
+        self,
+        num_rows: int,
+        step_us: float,
+        weight: float = 1.0,
+        context: int = 0,
+        sequences: int = 1,
+        num_woken: int = 0,  # experts; 0: the step does not say
+    ) -> None:
         """A step ran; or the part of one (`weight`) that one of its sequences tells of."""
+        extra_us = 0.0
+        if self.experts is not None and num_woken:
+            self.experts.add(num_rows, sequences, num_woken)
+            extra_us = self.experts.us_of(num_woken, num_rows)
         point = num_rows if num_rows in self._means else _rounded(num_rows)
         if step_us <= 0 or (point not in self._means and len(self._means) >= MAX_POINTS):
             return
-        rows_us = self.at(num_rows)  # of the expected time
+        rows_us = self._of(num_rows, 0.0)
+        expected_us = self._of(num_rows, self.context_us * context + extra_us)
         if point not in self._means:
             self._means[point], self._curve = RunningMean(memory=MEMORY), None
             if self._profile:  # as if it had been profiled, too
                 self._profile[point] = rows_us / self._pace
         if rows_us:
-            ratio = surprise(step_us, rows_us + self._pace * self.context_us * context)
+            ratio = surprise(step_us, expected_us)
             self._pace *= ratio ** (PACE_RATE * weight)
             step_us = ratio * rows_us
         for known, profiled in self._profile.items():

@@ -24,7 +24,8 @@ from math import ceil
 from outrider.planner.estimates import Acceptance, RunningMean, StepTime, surprise
 from outrider.planner.formulas import ahead_plain, ahead_waiting, in_turn
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
-from outrider.rpc.messages import StepTimings
+from outrider.planner.woken import woken_experts
+from outrider.rpc.messages import ExpertCosts, StepTimings
 
 FORGETTING = 0.01  # a decision
 PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are plain
@@ -34,20 +35,29 @@ class VerifyCosts:
     """Steps of the target as a gateway hears of them: alone, and beside a draft that works at the same time. On one
     machine these differ."""
 
-    def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
-        self._alone = StepTime(profile)
+    def __init__(self, profile: Iterable[tuple[int, float]] = (), experts: ExpertCosts | None = None) -> None:
+        self._alone = StepTime(profile, experts=woken_experts(experts))
         self._beside = RunningMean(1.0, 1.0)  # times beside a draft over those alone
 
-    def add(self, num_rows: int, step_us: float, beside_draft: bool, weight: float = 1.0) -> None:
+    def add(
+        self,
+        num_rows: int,
+        step_us: float,
+        beside_draft: bool,
+        weight: float = 1.0,
+        sequences: int = 1,
+        num_woken: int = 0,  # experts; 0: the step does not say
+    ) -> None:
         """Counts a step, or the part of it that one of its sequences is."""
-        expected = self.at(num_rows, beside_draft)
+        expected = self.at(num_rows, beside_draft, sequences)
         if beside_draft and expected and step_us > 0:
             self._beside.add(self._beside.value * surprise(step_us, expected), weight)
-        self._alone.add(num_rows, step_us / (self._beside.value if beside_draft else 1.0), weight)
+        alone_us = step_us / (self._beside.value if beside_draft else 1.0)
+        self._alone.add(num_rows, alone_us, weight, sequences=sequences, num_woken=num_woken)
 
-    def at(self, num_rows: int, beside_draft: bool) -> float:
+    def at(self, num_rows: int, beside_draft: bool, sequences: float = 1.0) -> float:
         """The estimate; 0 while nothing is known."""
-        return (self._beside.value if beside_draft else 1.0) * self._alone.at(num_rows)
+        return (self._beside.value if beside_draft else 1.0) * self._alone.at(num_rows, sequences=sequences)
 
 
 @dataclass(slots=True)
@@ -75,7 +85,9 @@ class SharedStats:
         if step == self._last_step and timings.num_sequences > 1:
             return
         self._last_step = step
-        self.costs.add(timings.num_rows, timings.verify_us + timings.sample_us, beside_draft)
+        step_us, sequences = timings.verify_us + timings.sample_us, timings.num_sequences
+        woken = {"sequences": sequences, "num_woken": timings.num_woken}
+        self.costs.add(timings.num_rows, step_us, beside_draft, **woken)
         self.share.add(timings.num_sequences / max(1, num_running))
 
     def add_plain(self, mode: Hashable, plain: bool) -> None:
@@ -147,7 +159,7 @@ class Forecast:
         """A step in which every sequence has a window of this plan: of so many sequences that run, else of those that
         do."""
         sequences = max(1.0, self.stats.share.value * num_running) if num_running else self.sequences
-        return self.stats.costs.at(round(sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
+        return self.stats.costs.at(round(sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD, sequences)
 
     def hit_rate(self, plan: Plan) -> float:
         """How often the window after this one is at hand in time."""

@@ -209,7 +209,7 @@ class Credit(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., until: _Optional[int] = ..., max_window: _Optional[int] = ..., patience_ms: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
 
 class StepTimings(_message.Message):
-    __slots__ = ("queue_us", "verify_us", "sample_us", "num_rows", "num_sequences", "draft_us", "mask_us", "compile_us")
+    __slots__ = ("queue_us", "verify_us", "sample_us", "num_rows", "num_sequences", "draft_us", "mask_us", "compile_us", "num_woken")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_US_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class StepTimings(_message.Message):
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     MASK_US_FIELD_NUMBER: _ClassVar[int]
     COMPILE_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_WOKEN_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     verify_us: int
     sample_us: int
@@ -226,7 +227,8 @@ class StepTimings(_message.Message):
     draft_us: int
     mask_us: int
     compile_us: int
-    def __init__(self, queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., sample_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ..., draft_us: _Optional[int] = ..., mask_us: _Optional[int] = ..., compile_us: _Optional[int] = ...) -> None: ...
+    num_woken: int
+    def __init__(self, queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., sample_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ..., draft_us: _Optional[int] = ..., mask_us: _Optional[int] = ..., compile_us: _Optional[int] = ..., num_woken: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks")

@@ -65,7 +65,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters", "machine", "trials")
+    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters", "machine", "trials", "expert_costs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class GetTargetInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     TRIALS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_COSTS_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     max_window: int
     load: _common_pb2.Load
@@ -88,7 +89,22 @@ class GetTargetInfoResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[_generation_pb2.Adapter]
     machine: str
     trials: _containers.RepeatedCompositeFieldContainer[_generation_pb2.DraftTrial]
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ..., machine: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[_generation_pb2.DraftTrial, _Mapping]]] = ...) -> None: ...
+    expert_costs: ExpertCosts
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ..., machine: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[_generation_pb2.DraftTrial, _Mapping]]] = ..., expert_costs: _Optional[_Union[ExpertCosts, _Mapping]] = ...) -> None: ...
+
+class ExpertCosts(_message.Message):
+    __slots__ = ("num_layers", "num_experts", "num_chosen", "expert_us", "along")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_US_FIELD_NUMBER: _ClassVar[int]
+    ALONG_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+    expert_us: float
+    along: float
+    def __init__(self, num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_chosen: _Optional[int] = ..., expert_us: _Optional[float] = ..., along: _Optional[float] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")

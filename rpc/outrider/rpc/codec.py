@@ -25,6 +25,7 @@ from outrider.rpc.messages import (
     DraftTokens,
     DraftTrial,
     DraftVocabulary,
+    ExpertCosts,
     Failure,
     FrameHeader,
     Load,
@@ -118,7 +119,7 @@ def _decode_commit(message: pb.Commit) -> Commit:
     said, load = message.timings, message.load
     timings = StepTimings(
         said.queue_us, said.verify_us, said.sample_us, said.num_rows, said.num_sequences, said.draft_us, said.mask_us,
-        said.compile_us,
+        said.compile_us, said.num_woken,
     )  # fmt: skip
     commit = Commit(
         message.sequence_id,
@@ -228,6 +229,7 @@ TARGET_INFO = by_fields(
     methods=_METHODS,
     adapters=each(ADAPTER),
     trials=each(DRAFT_TRIAL),
+    expert_costs=by_fields(ExpertCosts, target_pb2.ExpertCosts),
 )
 
 

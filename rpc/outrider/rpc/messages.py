@@ -171,6 +171,7 @@ class StepTimings:
     draft_us: int = 0  # of the window, where the target drafts by itself
     mask_us: int = 0  # of sample_us, the wait for masks of constraints
     compile_us: int = 0  # of the sequence's constraint, before its first round here
+    num_woken: int = 0  # experts of a mixture that the step's rows went to, over all layers
 
     def of_one(self, queue_us: int, draft_us: int, compile_us: int) -> StepTimings:
         """A step's times as one of its sequences sees them. Made anew: `replace` takes three times as long."""
@@ -183,6 +184,7 @@ class StepTimings:
             draft_us,
             self.mask_us,
             compile_us,
+            self.num_woken,
         )
 
 
@@ -401,6 +403,17 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCosts:
+    """Of a mixture: what a step takes more for each expert that its rows wake, beside their number."""
+
+    num_layers: int  # that have experts
+    num_experts: int  # of a layer; one that every row goes to does not count
+    num_chosen: int  # of these, by a row
+    expert_us: float  # of one more in one layer, microseconds
+    along: float  # independent rows that each further row of the measured steps counted as: see planner/woken.py
+
+
+@dataclass(frozen=True, slots=True)
 class TargetInfo:
     """What a target service says of itself."""
 
@@ -415,6 +428,7 @@ class TargetInfo:
     adapters: tuple[Adapter, ...] = ()  # that an Open may name
     machine: str = ""  # the same for services of one machine; empty: unknown
     trials: tuple[DraftTrial, ...] = ()  # of the methods, and of those that were refused after it
+    expert_costs: ExpertCosts | None = None  # of a mixture, as measured at start
 
     def digest_of(self, adapter: str) -> str | None:
         """What an Open of this adapter (empty: none) names as model_digest; None where it is not there."""

@@ -39,7 +39,7 @@ from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service, this_machine
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, ExpertCosts, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
@@ -97,7 +97,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     thread.ended.add_done_callback(lambda _: engine.close())
     costs = thread.call(engine.profile).result()
     engine.parts += thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, tried, adapters, engine.capabilities)
+    info = info_of(settings, loaded, limits, costs, tried, adapters, engine.capabilities, engine.expert_costs)
     changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
     servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
     if changes is not None:
@@ -337,6 +337,7 @@ def info_of(
     tried: TriedHead = NO_HEAD,
     adapters: Mapping[str, LoadedAdapter] | None = None,
     capabilities: Sequence[str] = (),  # beside what every target can
+    expert_costs: ExpertCosts | None = None,
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
@@ -352,5 +353,6 @@ def info_of(
         adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
         machine=this_machine(),
         trials=() if tried.trial is None else (tried.trial,),
+        expert_costs=expert_costs,
     )
     return replace(info, capabilities=(*info.capabilities, *capabilities))

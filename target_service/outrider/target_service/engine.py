@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.engine.profile import StepProfile, measure_context, measure_steps
+from outrider.engine.profile import StepProfile, measure_context, measure_experts, measure_steps
 from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import DeviceLost
 from outrider.planner.estimates import OpenWork
@@ -29,6 +29,7 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftTokens,
+    ExpertCosts,
     Load,
     Open,
     TargetCommand,
@@ -93,6 +94,7 @@ class TargetEngine:
         if head is not None:
             drawer = Drawer(limits.vocab_size, runner.model.device)
             self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
+        self.expert_costs: ExpertCosts | None = None  # of a mixture, once steps were measured
         self.steps = Steps(runner, verifier, self.parts, clock)
         self._ahead: LaunchedStep | None = None  # launched, and not finished
         self._busy_until = 0.0  # with it the device is
@@ -159,8 +161,9 @@ class TargetEngine:
         most_tokens = self.limits.max_model_len
         costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
         context_us = measure_context(self._runner, self.cache.pool, costs, most_tokens)
+        self.expert_costs = measure_experts(self._runner, self.cache.pool, costs)
         for part in self.parts:
-            part.measured(costs, context_us)
+            part.measured(costs, context_us, self.expert_costs)
         return costs
 
     def close(self) -> None:
@@ -307,7 +310,8 @@ class TargetEngine:
         goodput = self.scheduler.goodput
         if goodput is None or all(one.follows_plainly for one in step):
             return 0.0
-        step_us = goodput.time.at(sum(one.num_rows for one in step), sum(one.committed for one in step))
+        num_rows, context = sum(one.num_rows for one in step), sum(one.committed for one in step)
+        step_us = goodput.time.at(num_rows, context, len(step))
         return BUSY_SHARE * 1e-6 * step_us
 
     def _launch_ahead(self, launched: LaunchedStep) -> LaunchedStep | None:

@@ -3,10 +3,10 @@
 A row for a drafted token pays if the chance that it is of use exceeds goodput x what one more row costs. The chance
 falls with the position in a window, so the rows of all sequences are sorted by it, and of the steps that take the first
 0, 1, 2, ... of them the one with most expected tokens per time is chosen (goodput: arXiv 2406.14066). The time is the
-step's, for its rows and for the tokens that it looks back on, and the pause before the next one, in which windows come:
-the longer these are, the more a step shall verify. What is cut is not drafted in vain: where all before it holds it is
-verified next, without a wait. So drafts are not told of cuts: in virtual time to draft no more gained nothing, and lost
-where most tokens hold.
+step's, for its rows, the experts that they wake and the tokens that it looks back on, and the pause before the next
+one, in which windows come: the longer these are, the more a step shall verify. What is cut is not drafted in vain:
+where all before it holds it is verified next, without a wait. So drafts are not told of cuts: in virtual time to draft
+no more gained nothing, and lost where most tokens hold.
 
 It looks at clocks, counts and earlier verifications alone, never at drafted tokens or what they were drawn from. And a
 cut refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified."""
@@ -19,6 +19,8 @@ from itertools import accumulate, chain
 from operator import mul
 
 from outrider.planner.estimates import Acceptance, StepTime
+from outrider.planner.woken import woken_experts
+from outrider.rpc.messages import ExpertCosts
 
 TARGET_MEMORY = 1024.0  # verifications that the estimate of all sequences looks back on
 MARGIN = 1.1  # a cut must promise so much more than whole windows do: what is put off makes the next window short
@@ -42,8 +44,10 @@ class GoodputRequest:
 class Goodput:
     """Chooses windows; knows what steps cost and which tokens hold."""
 
-    def __init__(self, step_costs: Iterable[tuple[int, int]], context_us: float = 0.0) -> None:
-        self.time = StepTime(step_costs, context_us)
+    def __init__(
+        self, step_costs: Iterable[tuple[int, int]], context_us: float = 0.0, experts: ExpertCosts | None = None
+    ) -> None:
+        self.time = StepTime(step_costs, context_us, woken_experts(experts))
         self._of_all = Acceptance(memory=TARGET_MEMORY, forgets_untested=True)
         self._pause_us = 0.0  # between two steps
         self._cut_us = 0.0  # in steps with cut windows, since there were whole ones
@@ -53,9 +57,17 @@ class Goodput:
         acceptance.add(num_drafted, num_accepted)
         self._of_all.add(num_drafted, num_accepted)
 
-    def add_step(self, num_rows: int, step_us: float, pause_us: float, context: int = 0) -> None:
+    def add_step(
+        self,
+        num_rows: int,
+        step_us: float,
+        pause_us: float,
+        context: int = 0,
+        sequences: int = 1,
+        num_woken: int = 0,  # experts
+    ) -> None:
         """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
-        self.time.add(num_rows, step_us, context=context)
+        self.time.add(num_rows, step_us, context=context, sequences=sequences, num_woken=num_woken)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
 
     def rows_beside(self, num_rows: int, share: float, context: int = 0) -> int:
@@ -80,7 +92,7 @@ class Goodput:
 
         room = min(max(0, max_rows - rows), sum(whole))
         first, context = min(rows, max_rows), sum(request.context for request in requests)
-        times = [self._pause_us + step_us for step_us in self.time.between(first, first + room, context)]
+        times = [self._pause_us + step_us for step_us in self.time.between(first, first + room, context, len(requests))]
         chosen = best_rows(gains, tokens, times)
         longest = whole if room == sum(whole) else best_rows(gains, tokens, [1.0] * len(times))
         self._cut_us = 0.0 if chosen == longest else self._cut_us + times[sum(chosen)]

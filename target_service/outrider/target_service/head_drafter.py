@@ -39,6 +39,7 @@ from outrider.proposers.heads.device_head import DeviceHead
 from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.tree import GrowingTree, grow
+from outrider.rpc.messages import ExpertCosts
 from outrider.target_service.block_drafts import draft_blocks, fit_block
 from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
 from outrider.target_service.outputs import ComputedStep
@@ -78,7 +79,7 @@ class HeadDrafter(EnginePart):
         self.captured: DeviceHead | None = None  # None: every pass is launched
         self.blocks: DeviceBlocks | None = None  # the same of a block drafter
 
-    def measured(self, costs: StepProfile, context_us: float) -> None:
+    def measured(self, costs: StepProfile, context_us: float, experts: ExpertCosts | None = None) -> None:
         """Warms up, and captures what it can."""
         self.capture(*self.warm_up())
 

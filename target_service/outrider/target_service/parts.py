@@ -16,7 +16,7 @@ from outrider.engine.batch import PreparedAdapter
 from outrider.engine.profile import StepProfile
 from outrider.engine.token_tree import depths_of
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import Open
+from outrider.rpc.messages import ExpertCosts, Open
 from outrider.rpc.words.structured import CONSTRAINTS
 from outrider.target_service.adapters import AdapterTable, AdapterTurns, ServedAdapter
 from outrider.target_service.device_verifier import StepVerifier
@@ -50,8 +50,8 @@ class EnginePart:
     capabilities: tuple[str, ...] = ()  # that the target says it has
     lets_follow: bool = True  # a step may be launched before the one before it is finished
 
-    def measured(self, costs: StepProfile, context_us: float) -> None:
-        """Steps were measured, and what each token adds that they look back on; nothing is open yet."""
+    def measured(self, costs: StepProfile, context_us: float, experts: ExpertCosts | None = None) -> None:
+        """Steps were measured, and what a token adds that they look back on, and an expert; nothing is open yet."""
 
     def opened(self, target: TargetSequence) -> None:
         """A sequence comes. Raises an OutriderError where it may not: the parts behind this one never hear of it."""
@@ -220,10 +220,10 @@ class StepCosts(EnginePart):
         self._scheduler = scheduler
         self._step_ended = 0.0
 
-    def measured(self, costs: StepProfile, context_us: float) -> None:
+    def measured(self, costs: StepProfile, context_us: float, experts: ExpertCosts | None = None) -> None:
         """From now on the scheduler knows what steps cost."""
         if costs:
-            self._scheduler.goodput = Goodput(costs, context_us)
+            self._scheduler.goodput = Goodput(costs, context_us, experts)
 
     def finished(self, step: ComputedStep) -> None:
         """Learns what a step took that had windows alone."""
@@ -231,7 +231,8 @@ class StepCosts(EnginePart):
         if only_windows and (goodput := self._scheduler.goodput) is not None:
             pause_s = step.started - self._step_ended
             context = sum(one.committed for one in step.scheduled)
-            goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6, context)
+            counts = {"context": context, "sequences": len(step.scheduled), "num_woken": step.timings.num_woken}
+            goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6, **counts)
         self._step_ended = step.ended
 
     def committing(self, verified: VerifiedWindow) -> None:

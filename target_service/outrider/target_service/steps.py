@@ -29,6 +29,7 @@ class LaunchedStep:
     step: StepUnderWay
     verify: LaunchedVerify
     pass_us: Callable[[], int]  # of the model's pass, once it has ended
+    num_woken: Callable[[], int]  # experts, at that time
 
 
 class Steps:
@@ -52,7 +53,7 @@ class Steps:
             entries = [one.batch_entry() for one in scheduled]
             # [rows that want logits, vocab]
             logits = self._runner.forward(entries) if fed is None else self._runner.follow(entries, fed)
-            pass_us = self._runner.last_pass
+            pass_us, num_woken = self._runner.last_pass, self._runner.last_woken
             for one in scheduled:
                 if one.target.wants_prompt_logprobs:
                     report_prompt(one, logits[one.first_logit :][: one.num_logits])
@@ -66,7 +67,7 @@ class Steps:
             self._end(step)
             require_device(self._runner.model.device)
             raise
-        return LaunchedStep(step, verify, pass_us)
+        return LaunchedStep(step, verify, pass_us, num_woken)
 
     def follow(self, launched: LaunchedStep, following: Mapping[int, ScheduledSequence]) -> LaunchedStep:
         """A step of plain tokens behind one that was not read, by the places that its sequences have in that one."""
@@ -92,7 +93,8 @@ class Steps:
         step_us = round((self._ended - started) * 1e6)
         verify_us = min(launched.pass_us(), step_us)
         num_rows = sum(one.num_rows for one in stayed)
-        timings = StepTimings(0, verify_us, step_us - verify_us, num_rows, len(stayed), mask_us=step.mask_us)
+        counts = {"mask_us": step.mask_us, "num_woken": launched.num_woken()}
+        timings = StepTimings(0, verify_us, step_us - verify_us, num_rows, len(stayed), **counts)
         started_ns = step.started_ns + round((started - step.started) * 1e9)
         return ComputedStep(stayed, verified, started_ns, started, self._ended, timings)
 

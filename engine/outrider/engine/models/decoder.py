@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.models.census import ExpertCensus
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.feed import Feed, feed_of
 from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
@@ -135,7 +136,13 @@ class _Layer:
     """One layer of the decoder: a block behind its norm."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, reader: WeightReader, products: Products, batch_invariant: bool
+        self,
+        config: DecoderConfig,
+        index: int,
+        reader: WeightReader,
+        products: Products,
+        census: ExpertCensus | None,
+        batch_invariant: bool,
     ) -> None:
         prefix = f"model.layers.{index}."
         self._eps, self._batch_invariant = config.rms_norm_eps, batch_invariant
@@ -148,7 +155,7 @@ class _Layer:
             config,
             qkv=qkv,
             output=output,
-            feed=feed_of(config, index, products, batch_invariant),
+            feed=feed_of(config, index, products, census, batch_invariant),
             post_norm=post_norm,
             output_norm=output_norm,
             down_norm=down_norm,
@@ -203,8 +210,9 @@ class Decoder:
         }
         products = Products(reader, dtype, device, batch_invariant, keep_plain)
         self._embedding = products.embedding(config.embedding_scale)
+        self.census = None if config.mixture is None else ExpertCensus(config.mixture, device)
         self._blocks = tuple(
-            _Layer(config, index, reader, products, batch_invariant) for index in range(config.num_layers)
+            _Layer(config, index, reader, products, self.census, batch_invariant) for index in range(config.num_layers)
         )
         self._norm = reader.norm("model.norm.weight")  # [hidden]
         self._head = products.head(self._embedding)
@@ -252,6 +260,8 @@ class Decoder:
             plan, turn = plans[block.sliding_window], rotary[block.rotary_type]
             step = turn, plan, batch.slot_mapping, keys, values, adapters[index]
             update, residual = block.forward(update, residual, *step)
+        if self.census is not None:
+            self.census.close()
         return residual if update is None else residual + update
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:

@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.models.census import ExpertCensus
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.feed import DENSE
 from outrider.engine.models.mixture_config import Mixture
@@ -66,6 +67,7 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap,
         )
         self.adapters = NativeAdapters(config)
+        self.census = None if config.mixture is None else ExpertCensus(config.mixture, self.device)
 
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Taps | None = None
@@ -79,7 +81,10 @@ class NativeDecoder:
         tapped = None if taps is None else (taps.layers, taps.states)
         slots = batch.adapter_slots
         adapters = None if slots is None else self.adapters.step(slots)
-        return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
+        found = self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
+        if self.census is not None:
+            self.census.num_woken.fill_(self.kernel.num_woken)
+        return found
 
 
 def _kind(reader: WeightReader, int8: bool) -> Kind | None:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from outrider.engine.models.census import ExpertCensus
 from outrider.engine.models.decoder_config import DecoderConfig
 from outrider.engine.models.low_rank import LayerAdapters
 from outrider.engine.models.mixture_config import Mixture
@@ -50,14 +51,17 @@ class GatedFeed:
 class MixedFeed:
     """Experts, which no adapter changes, one after another."""
 
-    def __init__(self, mixture: Mixture, router: Product, experts: Sequence[GatedFeed]) -> None:
-        self._mixture, self._router, self._experts = mixture, router, experts
+    def __init__(
+        self, mixture: Mixture, router: Product, experts: Sequence[GatedFeed], counts: Tensor
+    ) -> None:  # counts: [experts] int64, written by each pass
+        self._mixture, self._router, self._experts, self._counts = mixture, router, experts, counts
 
     def __call__(self, normed: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # [rows, hidden] -> the same
         """What a row's chosen ones give."""
         mixture = self._mixture
         scores, has_shared = self._router(normed), mixture.shared_width is not None
         chosen, weights = route(scores, mixture.num_chosen, normalised=mixture.normalised, has_shared=has_shared)
+        self._counts.copy_(torch.bincount(chosen[:, : mixture.num_chosen].flatten(), minlength=len(self._counts)))
         return mix(normed, chosen, weights, self._experts)
 
 
@@ -72,9 +76,10 @@ class StackedFeed:
         gate_up: tuple[Tensor, Tensor | None],  # [experts, 2 * width, hidden], [experts, 2 * width]
         down: tuple[Tensor, Tensor | None],  # [experts, hidden, width], [experts, hidden]
         shared: GatedFeed | None,
+        counts: Tensor,  # [experts] int64, written by each pass
     ) -> None:
         self._gate, self._mixture, self._router, self._shared = gate_of(config), mixture, router, shared
-        (self._gate_up, of_gate), (self._down, of_down) = gate_up, down
+        (self._gate_up, of_gate), (self._down, of_down), self._counts = gate_up, down, counts
         self._biases = None if of_gate is None or of_down is None else (of_gate, of_down)
 
     def __call__(self, normed: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # [rows, hidden] -> the same
@@ -83,26 +88,30 @@ class StackedFeed:
         scores, count = self._router(normed), mixture.num_chosen
         chosen, weights = route(scores, count, normalised=mixture.normalised, has_shared=shared is not None)
         own = chosen[:, :count].contiguous(), weights[:, :count].contiguous()
-        mixed = mix_stacked(normed, *own, self._gate_up, self._down, self._gate, self._biases)
+        mixed = mix_stacked(normed, *own, self._gate_up, self._down, self._gate, self._biases, self._counts)
         if shared is None:
             return mixed
         return mixed + (weights[:, count:] * shared(normed).float()).to(mixed.dtype)
 
 
-def feed_of(config: DecoderConfig, index: int, products: Products, batch_invariant: bool) -> Feed:
+def feed_of(
+    config: DecoderConfig, index: int, products: Products, census: ExpertCensus | None, batch_invariant: bool
+) -> Feed:
     """A layer's, of its checkpoint."""
     prefix, mixture = f"model.layers.{index}.", config.mixture
-    if mixture is None or index not in mixture.layers:
+    if mixture is None or census is None or index not in mixture.layers:
         return _gated(config, f"{prefix}mlp.", DENSE, products, batch_invariant)
     gate, up, down = names = mixture.names.projections
+    counts = census.of_layer(index)
     router = products.linear(prefix, *mixture.routers)
     stems = [f"{prefix}{mixture.expert(number)}." for number in range(mixture.num_with_shared)]
     if not dispatch.runs_triton(torch.empty(0, device=products.device)):
-        return MixedFeed(mixture, router, [_gated(config, stem, names, products, batch_invariant) for stem in stems])
+        experts = [_gated(config, stem, names, products, batch_invariant) for stem in stems]
+        return MixedFeed(mixture, router, experts, counts)
     own = stems[: mixture.num_experts]
     gate_ups, downs = products.matrices(own, gate, up), products.matrices(own, down)
     shared = [_gated(config, stem, names, products, batch_invariant) for stem in stems[mixture.num_experts :]]
-    return StackedFeed(config, mixture, router, gate_ups, downs, shared[0] if shared else None)
+    return StackedFeed(config, mixture, router, gate_ups, downs, shared[0] if shared else None, counts)
 
 
 def _gated(

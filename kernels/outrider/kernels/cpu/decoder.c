@@ -333,13 +333,13 @@ static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
 }
 
 /* ids: [rows]. logits: [wanted][vocab], of the rows that `logit_rows` names; a chunk of a prompt wants none. tapped:
-   [num_tapped], layers whose hidden states are written to states [rows][num_tapped][hidden]. Returns 0 for an id that
-   has no embedding. */
+   [num_tapped], layers whose hidden states are written to states [rows][num_tapped][hidden]. Returns how many experts
+   the rows went to, over all layers; -1 for an id that has no embedding. */
 int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t *ids, const int64_t *logit_rows,
                         int64_t wanted, float *logits, float *scratch, int64_t threads, const int64_t *tapped,
                         int64_t num_tapped, float *states) {
     for (int64_t row = 0; row < batch->rows; row++)
-        if (ids[row] < 0 || ids[row] >= decoder->num_embeddings) return 0;
+        if (ids[row] < 0 || ids[row] >= decoder->num_embeddings) return -1;
     Team team = {0};
     Taps taps = {tapped, num_tapped, states};
     float *hidden = scratch + threads * own_scratch(batch->rows, batch->longest);
@@ -353,7 +353,7 @@ int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t
         if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
         if (decoder->has_tiles) tiles_end();
     }
-    return 1;
+    return team.num_woken;
 }
 
 /* The products of a pass alone, on whatever `scratch` holds: what the pass would cost if it were nothing else. */

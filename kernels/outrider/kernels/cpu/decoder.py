@@ -204,7 +204,7 @@ class CpuDecoder:
             raise RuntimeError("the CPU kernels are not there")
         self._library: Any = library
         self.library_name = cpu_library_name() or ""
-        self._library.decoder_scratch.restype = c_int64
+        self._library.decoder_scratch.restype = self._library.decoder_forward.restype = c_int64
         self.kind, self._rounds = kind, rounds
         self.rounds_some = False  # rows become integers before some matrices
         self._kept: list[object] = []  # what the pointers below point to
@@ -221,6 +221,7 @@ class CpuDecoder:
             int(kind is Kind.TILES),
         )  # fmt: skip
         self._scratch = torch.empty(0)
+        self.num_woken = 0  # experts that rows of the last pass went to, over all layers, shared ones apart
 
     def forward(
         self,
@@ -247,13 +248,13 @@ class CpuDecoder:
         )  # fmt: skip
         logits = torch.empty(len(logit_rows), self.vocab_size)
         threads = torch.get_num_threads()
-        known = self._library.decoder_forward(
+        self.num_woken = self._library.decoder_forward(
             byref(self._decoder), byref(batch), c_void_p(token_ids.data_ptr()), c_void_p(logit_rows.data_ptr()),
             c_int64(len(logit_rows)), c_void_p(logits.data_ptr()),
             self._scratch_for(len(token_ids), max(rows.contexts), threads), c_int64(threads),
             (c_int64 * len(taps))(*taps), c_int64(len(taps)), c_void_p(states.data_ptr()),
         )  # fmt: skip
-        if not known:
+        if self.num_woken < 0:
             raise IndexError(f"a token id is none of the model's {self._num_embeddings}")
         return logits
 

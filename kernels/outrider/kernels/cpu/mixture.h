@@ -113,8 +113,8 @@ static void choose_experts(const Mixture *mixture, const float *scores, int32_t 
     }
 }
 
-/* Which rows each expert has, in their order, and where they lie. */
-static void group(const Mixture *mixture, int64_t rows, Mixing *mixing) {
+/* Which rows each expert has, in their order, and where they lie. Returns how many have any, the shared one apart. */
+static int64_t group(const Mixture *mixture, int64_t rows, Mixing *mixing) {
     int64_t ways = num_ways(mixture), pairs = rows * ways, experts = all_experts(mixture);
     Woken next = {0}, *woken = mixing->woken;
     memset(mixing->of_expert, 0, (size_t)experts * sizeof(int64_t));
@@ -138,6 +138,7 @@ static void group(const Mixture *mixture, int64_t rows, Mixing *mixing) {
         mixing->members[at] = (int32_t)(pair / ways);
         mixing->shares[at] = mixing->weights[pair];
     }
+    return woken - mixing->woken - mixture->has_shared;
 }
 
 /* (up + 1) * gate * sigmoid(slope * gate), of a gate of at most `limit` and an up of at most that size. */
@@ -183,7 +184,7 @@ static void mix(Thread *thread, const Mixture *mixture, int64_t is_gelu, const f
         choose_experts(mixture, mixing.scores + row * mixture->router.outputs, mixing.chosen + row * ways,
                mixing.weights + row * ways);
     meet(thread);
-    if (thread->index == 0) group(mixture, rows, &mixing);
+    if (thread->index == 0) thread->team->num_woken += group(mixture, rows, &mixing);
     meet(thread);
     for (CLAIM(pair, rows * ways)) {
         const Woken *own = mixing.woken + mixing.places[pair];

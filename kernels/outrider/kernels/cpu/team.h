@@ -21,6 +21,7 @@ typedef struct {
 typedef struct {
     atomic_long arrived;
     Taken taken[2][MOST_THREADS]; /* of this stretch of work between two meetings, and of the next */
+    int64_t num_woken;            /* experts that rows went to, over all layers; the first thread's */
 } Team;
 
 typedef struct {

@@ -65,12 +65,15 @@ def mix_stacked(
     down: Tensor,  # [experts, hidden, width]
     gate: Callable[[Tensor], Tensor],  # [rows, 2 * width] -> [rows, width]
     biases: tuple[Tensor, Tensor] | None = None,  # [experts, 2 * width], [experts, hidden]
+    counts: Tensor | None = None,  # [experts] int64, written: how many rows each has
 ) -> Tensor:  # [rows, hidden]
     """The same of gated experts of one width. On an accelerator nothing of it is read on the host."""
     if dispatch.runs_triton(x):
         from outrider.kernels.mixture.triton import mix as launch
 
-        return launch(x, chosen, weights, gate_up, down, gate, biases)
+        return launch(x, chosen, weights, gate_up, down, gate, biases, counts)
+    if counts is not None:
+        counts.copy_(torch.bincount(chosen.flatten(), minlength=len(counts)))
 
     def expert(index: int, rows: Tensor) -> Tensor:
         of_gate, of_down = (None, None) if biases is None else (part[index] for part in biases)

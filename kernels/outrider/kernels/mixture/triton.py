@@ -82,10 +82,10 @@ class Groups:
     tile_starts: Tensor  # [tiles] int64: where in `order` a tile's begin
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int) -> Groups:  # [rows, ways] int64
-        """Nothing is read on the host."""
+    def of(cls, chosen: Tensor, num_experts: int, counts: Tensor | None = None) -> Groups:
+        """Of [rows, ways] int64. Nothing is read on the host; `counts`, [experts] int64, are written."""
         flat, place = chosen.flatten(), chosen.device
-        counts = (flat[:, None] == torch.arange(num_experts, device=place)).sum(0)  # [experts]
+        counts = torch.sum(flat[:, None] == torch.arange(num_experts, device=place), 0, out=counts)  # [experts]
         starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
         ends = tiles.cumsum(0)
@@ -104,9 +104,10 @@ def mix(
     down: Tensor,  # [experts, hidden, width]
     gate: Callable[[Tensor], Tensor],  # [pairs, 2 * width] -> [pairs, width]
     biases: tuple[Tensor, Tensor] | None = None,  # [experts, 2 * width], [experts, hidden]
+    counts: Tensor | None = None,  # [experts] int64, written
 ) -> Tensor:  # [rows, hidden]
     """Launches what the reference's `mix` computes with gated experts of one width."""
-    (rows, ways), groups = chosen.shape, Groups.of(chosen, len(gate_up))
+    (rows, ways), groups = chosen.shape, Groups.of(chosen, len(gate_up), counts)
     of_gate, of_down = (None, None) if biases is None else biases
     wide = gate(_grouped(x, gate_up, of_gate, groups, ways, None))  # [pairs, width], as they are grouped
     given = _grouped(wide, down, of_down, groups, 0, weights.flatten())  # [pairs, hidden], row by row
