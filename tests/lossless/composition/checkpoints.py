@@ -21,6 +21,9 @@ VOCAB = 400
 SHAPE: dict[str, Any] = {  # packed products have inputs by 32, and vLLM's attention no smaller heads
     "vocab_size": VOCAB, "intermediate_size": 128, "head_dim": 32, "eos_token_id": EOS,
 }  # fmt: skip
+SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", SHAPE), "a mixture": ("qwen3_moe", SHAPE | {"moe_intermediate_size": 64}),
+}  # fmt: skip
 SHARPER = 4.0  # factor on the head, so that sampled text has likely and unlikely tokens
 MOST = 16  # tokens drafted in a round, of the rows that ask for most
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
@@ -29,10 +32,24 @@ OPENS = "{% if opens %}<think>\n{% endif %}"
 
 
 class Checkpoints:
-    """The folders, made once."""
+    """The folders of each model, made once."""
 
     def __init__(self, folder: Path) -> None:
-        self.target = save_tool_tokenizer("hermes", save_tiny(folder / "target", **SHAPE))
+        self._folder = folder
+        self._made: dict[str, Folders] = {}
+
+    def of(self, model: str) -> Folders:
+        """Of one."""
+        if model not in self._made:
+            self._made[model] = Folders(self._folder / model.split()[-1], *SHAPES[model])
+        return self._made[model]
+
+
+class Folders:
+    """A target's, and what drafts for it."""
+
+    def __init__(self, folder: Path, family: str, shape: Mapping[str, Any]) -> None:
+        self.target = save_tool_tokenizer("hermes", save_tiny(folder / "target", family, **shape))
         said = json.loads((self.target / "tokenizer_config.json").read_text())
         said["chat_template"] += OPENS
         (self.target / "tokenizer_config.json").write_text(json.dumps(said))
@@ -45,7 +62,8 @@ class Checkpoints:
         self.heads["eagle"] = save_guess(folder / "guess", tiny_hf_model(**SHAPE))
         for layout in ("eagle3", "p-eagle", "medusa"):
             _speaks_as_target(self.heads[layout], state)
-        self.adapter = save_adapter(folder / "adapter", {n: t for n, t in state.items() if "layers" in n}, scale=0.05)
+        changed = {name: tensor for name, tensor in state.items() if "layers" in name and ".experts." not in name}
+        self.adapter = save_adapter(folder / "adapter", changed, scale=0.05)
 
     def speculative_config(self, method: Method) -> dict[str, Any] | None:
         """What `LLM` is told of a method."""

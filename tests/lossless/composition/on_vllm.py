@@ -17,7 +17,7 @@ from lossless.composition.table import Exclusion, Row, covering
 from outrider.proposers.registry import HEADS
 
 OWN = {  # one value each, of what vLLM has its own ways of
-    "weights": "16 bits", "kernels": "PyTorch", "blocks": "enough", "prompt": "at once",
+    "model": "dense", "weights": "16 bits", "kernels": "PyTorch", "blocks": "enough", "prompt": "at once",
 }  # fmt: skip
 # Values that are left out, and why.
 LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -81,11 +81,13 @@ def serving_on_vllm(checkpoints: Checkpoints, server: Sequence[str]) -> Iterator
     """Starts what `Row.server` says. Float32, so that plain decoding has few near-ties."""
     from outrider.llm import LLM
 
+    model, method, *_ = server
+    folders = checkpoints.of(model)
     with LLM(
-        checkpoints.target,
+        folders.target,
         engine="vllm",
         dtype="float32",
-        speculative_config=checkpoints.speculative_config(server[0]),  # type: ignore[arg-type]
+        speculative_config=folders.speculative_config(method),  # type: ignore[arg-type]
         served_model_name=NAME,
         enable_lora=True,
         max_loras=2,
@@ -95,5 +97,5 @@ def serving_on_vllm(checkpoints: Checkpoints, server: Sequence[str]) -> Iterator
         max_num_seqs=16,
     ) as llm:
         made = VllmServer(llm, [])
-        llm._runtime.run(made.backend.target.load_adapter("one", checkpoints.adapter))
+        llm._runtime.run(made.backend.target.load_adapter("one", folders.adapter))
         yield made

@@ -22,8 +22,8 @@ from lossless.composition.table import EXCLUSIONS, FACTORS, Exclusion, exclusion
 PAGE = Path("docs/composition.md")
 LEAST_OUTPUT = 8  # tokens, behind which a draft has had its turn
 NAMES = {
-    "method": "method", "weights": "weights", "kernels": "kernels", "prompt": "prompt", "blocks": "blocks",
-    "rule": "rule", "constraint": "constraint", "adapter": "adapter", "cache": "prefix cache",
+    "model": "model", "method": "method", "weights": "weights", "kernels": "kernels", "prompt": "prompt",
+    "blocks": "blocks", "rule": "rule", "constraint": "constraint", "adapter": "adapter", "cache": "prefix cache",
     "processors": "processors", "logprobs": "log probabilities", "n": "completions", "stop": "stop", "k": "k",
     "answer": "answer", "fault": "fault", "transport": "transport", "drafts": "drafts", "shape": "request",
 }  # fmt: skip

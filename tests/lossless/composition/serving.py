@@ -86,12 +86,13 @@ def _kernels(which: str) -> Iterator[None]:
 @contextmanager
 def serving(checkpoints: Checkpoints, server: Sequence[str]) -> Iterator[Server]:
     """Starts what `Row.server` says."""
-    method, weights, kernels, prompt, blocks = server
+    model, method, weights, kernels, prompt, blocks = server
+    folders = checkpoints.of(model)
     with (
         _kernels(kernels),
         LLM(
-            checkpoints.target,
-            speculative_config=checkpoints.speculative_config(method),  # type: ignore[arg-type]
+            folders.target,
+            speculative_config=folders.speculative_config(method),  # type: ignore[arg-type]
             served_model_name=NAME,
             enable_lora=True,
             max_loras=2,
@@ -105,7 +106,7 @@ def serving(checkpoints: Checkpoints, server: Sequence[str]) -> Iterator[Server]
     ):
         made = Server(llm, [])
         engine, backend = made.engine, made.backend
-        llm._runtime.run(backend.target.load_adapter("one", checkpoints.adapter))
+        llm._runtime.run(backend.target.load_adapter("one", folders.adapter))
 
         def keep(step: ComputedStep) -> None:
             made.judged.extend(Judged.of(verified) for verified in step.verified)

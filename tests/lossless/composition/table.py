@@ -19,6 +19,7 @@ Method = Literal[
 ]  # fmt: skip
 TREES = ("draft tree", "head tree")
 OF_REGISTRY = {*METHODS, *HEADS}
+Model = Literal["dense", "a mixture"]
 Rule = Literal["greedy", "coupled", "rejection", "block"]
 Constraint = Literal["none", "json schema", "regex", "grammar", "tools", "reasoning"]
 Weights = Literal["16 bits", "8 bits", "4 bits"]
@@ -50,8 +51,9 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Row(Combination):
-    """One that runs in one process. The first five say what serves it; the others are the request's."""
+    """One that runs in one process. The first six say what serves it; the others are the request's."""
 
+    model: Model
     method: Method
     weights: Weights
     kernels: Kernels
@@ -76,12 +78,12 @@ class Row(Combination):
     @property
     def server(self) -> tuple[str, ...]:
         """What has to be started for it."""
-        return self.method, self.weights, self.kernels, self.prompt, self.blocks
+        return self.model, self.method, self.weights, self.kernels, self.prompt, self.blocks
 
     @property
     def plain_server(self) -> tuple[str, ...]:
         """What serves its like without drafts, alone."""
-        return "none", self.weights, self.kernels, "at once", "enough"
+        return self.model, "none", self.weights, self.kernels, "at once", "enough"
 
     @property
     def is_plain_again(self) -> bool:
