@@ -11,9 +11,12 @@ import pytest
 from support.heads import random_head_of
 from support.models import KERNELS, MIXTURES, save_tiny, train_byte_level
 
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, TokensPrompt
+from outrider.pairs import pair_path
 
 VOCAB, LENGTH, NUM_PROMPTS = 400, 40, 6
+HELD_OUT = Path(__file__).parents[1] / "pairs" / "data" / "held_out_sched.txt"
 TREE = "[(0,), (1,), (0, 0), (1, 0)]"
 HEADS = ("eagle3", "dflash", "dspark", "medusa")
 WAYS = ("draft_model", "suffix", "self:int4", "a tree", *HEADS)
@@ -89,6 +92,30 @@ def test_in_few_bits(pair: Pair, rounding: str) -> None:
     plain, _ = decoded(pair, quantization=rounding)
     for way in ("draft_model", "dflash"):
         assert decoded(pair, way, quantization=rounding)[0] == plain
+
+
+def test_a_trained_mixture_says_the_same_with_drafts(prove: bool) -> None:
+    """The pair's, by the pair's draft, by itself in 4 bits and by what it wrote; in batches that share experts."""
+    pair, sampling = pair_path(), SamplingParams(temperature=0.0, max_tokens=256 if prove else 48, ignore_eos=True)
+    ids = Tokenizer.load(pair.mixture).encode(HELD_OUT.read_text())
+    count = 1000 if prove else 24
+    starts = [place * (len(ids) - 48) // count for place in range(count)]
+    prompts = [TokensPrompt(prompt_token_ids=ids[start : start + 8 + start % 40]) for start in starts]
+    found = []
+    for config in (None, {"model": "python/draft"}, {"model": "self:int4"}, {"method": "suffix"}):
+        drafts = None if config is None else config | {"num_speculative_tokens": 4, "draft_trial": "off"}
+        with LLM("python/mixture", threads=2, speculative_config=drafts, max_model_len=512) as llm:
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            counts: Mapping[str, Any] = {metric.name: metric for metric in llm.get_metrics()}
+            backend: Any = llm._backend
+            costs = backend.target.info.expert_costs
+        assert costs is not None and costs.num_layers == 4 and costs.along > 0
+        if drafts is not None:
+            drafted, accepted = (counts[f"vllm:spec_decode_num_{kind}_tokens"].value for kind in ("draft", "accepted"))
+            assert accepted > 0.1 * drafted, (config, drafted, accepted)
+    assert all(tokens == found[0] for tokens in found[1:])
+    assert len({tuple(tokens) for tokens in found[0]}) > 0.9 * count
 
 
 def test_a_warm_cache_changes_no_token(pair: Pair) -> None:

@@ -24,6 +24,7 @@ HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
 PAIR_BYTES = 28_000_000
 HEAD_BYTES, BLOCK_HEAD_BYTES = 24_000_000, 4_000_000
 TARGET_LOSS = 3.3  # nats per token
+MIXTURE_BYTES, MIXTURE_LOSS = 8_000_000, 4.0
 TURN_TOKENS = ["<|user|>", "<|assistant|>"]
 SMALL_EXPANSION: dict[str, Any] = {
     "hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4,
@@ -73,6 +74,18 @@ def test_pair_is_small_and_complete(pair: PairPaths) -> None:
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
         assert AutoConfig.from_pretrained(folder).vocab_size == 4096 + (folder == pair.pard)  # and the mask
     assert AutoConfig.from_pretrained(pair.pard).pard_token == 4096
+
+
+@torch.no_grad()
+def test_the_mixture_is_small_and_knows_its_language(pair: PairPaths, held_out_ids: torch.Tensor) -> None:
+    """And sends tokens to most of its experts."""
+    assert sum(path.stat().st_size for path in pair.mixture.iterdir() if not path.is_symlink()) <= MIXTURE_BYTES
+    model, ids = load(pair.mixture), held_out_ids[:, :1024]
+    assert model.config.model_type == "qwen3_moe" and loss(model, ids) < MIXTURE_LOSS
+    for scores in model(ids, output_router_logits=True).router_logits:
+        chosen = scores.topk(model.config.num_experts_per_tok).indices.unique(return_counts=True)
+        assert (chosen[1] > 0.01 * chosen[1].sum()).sum() >= 12
+    assert (pair.mixture / "tokenizer.json").read_bytes() == (pair.target / "tokenizer.json").read_bytes()
 
 
 def test_heads_are_small_and_complete(pair: PairPaths) -> None:

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import logits_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from outrider.engine.loader import load_model
+from outrider.training import mixture
 from outrider.training.corpus import WindowSampler, read_sources, split_line_breaks, split_sources, tokenize
 from outrider.training.distill import DistillWeights, WrittenPlan, distillation_loss, mixed_batches, write_pool
 from outrider.training.evaluate import choose_prompts, distinct_share, load, speculate
@@ -205,3 +208,18 @@ def test_a_model_accepts_all_of_its_own_drafts(library: Path, tmp_path: Path) ->
     assert greedy.per_tested == 1.0 and committed.shape == (32, 128)
     assert greedy.rounds == 32 * 26 and greedy.tested == 32 * (25 * 4 + 3)
     assert 0.0 < distinct_share(committed) <= 1.0
+
+
+def test_a_mixture_learns_to_use_its_experts_and_leaves_as_it_was_trained(library: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 320, "moe_intermediate_size": 32}
+    model = mixture.new_mixture(mixture.SHAPE | sizes)
+    losses = train(model, mixture.balanced_loss(model, False), PLAN, corpus_batches(PLAN, random_stream()))
+    assert losses[-1] < 0.8 * losses[0]
+    tokenizer = train_tokenizer((file.text for file in read_sources(library)), vocab_size=320)
+    mixture.export_mixture(model, tokenizer, tmp_path / "mixture")
+    ids = random_stream(48).tolist()
+    loaded = load_model(tmp_path / "mixture", dtype="float32")
+    with torch.no_grad():
+        expected = load(tmp_path / "mixture")(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits_of(loaded, ids), expected, atol=1e-4, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "mixture").eos_token_id == 0

@@ -15,11 +15,13 @@ GROUP = "outrider.pairs"
 
 @dataclass(frozen=True)
 class PairPaths:
-    """The Hugging Face folders of a target and of the drafts that were distilled from it."""
+    """The Hugging Face folders of a target and of the drafts that were distilled from it, and of a mixture of experts
+    with their vocabulary."""
 
     target: Path
     draft: Path
     pard: Path  # drafts in parallel
+    mixture: Path
 
     def draft_by(self, method: str) -> Path:
         """The draft that is for a method."""
@@ -28,7 +30,7 @@ class PairPaths:
     @property
     def heads(self) -> dict[str, Path]:
         """What drafts beside the target, by the method that it is of."""
-        others = {self.target, self.draft, self.pard}
+        others = {self.target, self.draft, self.pard, self.mixture}
         folders = (file.parent for file in sorted(self.target.parent.glob("*/config.json")))
         return {folder.name: folder for folder in folders if folder not in others}
 
@@ -62,7 +64,7 @@ def pair_path(name: str = "python") -> PairPaths:
     if folder is None:
         known = ", ".join(sorted(_folders())) or "none"
         raise ValueError(f"no embedded pair {name!r}; installed: {known}; outrider-pair-python brings python")
-    return PairPaths(*(folder / part for part in ("target", "draft", "pard")))
+    return PairPaths(*(folder / part for part in ("target", "draft", "pard", "mixture")))
 
 
 def part_path(name: str, drafts_by: str = "") -> Path | None:

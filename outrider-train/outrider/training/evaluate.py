@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from outrider.training.model import NextToken
 
@@ -81,7 +81,7 @@ def evaluate(target_folder: Path, draft_folder: Path, held_out: Sequence[Tensor]
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """The exported model."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
