@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.gateways import save_toy_tokenizer
-from support.models import hf_logits, logits_of, save_tiny
+from support.models import build_decoder, hf_logits, logits_of, save_tiny
 from transformers import AutoModelForCausalLM
 
 from outrider.cli import quantize as quantize_module
 from outrider.cli.convert import main
+from outrider.engine import checkpoint
 from outrider.engine.loader import load_model
 
 IDS = [(7 * index + 5) % 400 for index in range(40)]
@@ -42,6 +45,30 @@ def test_it_is_read_as_it_was_rounded(
     torch.testing.assert_close(logits, hf_logits(theirs, IDS), atol=1e-4, rtol=1e-4)
     moved = (logits - logits_of(plain, IDS)).abs().mean()
     assert 0 < moved < (0.05 if rounding == "int8" else 0.6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_experts_are_rounded_and_routers_are_not(family: str, tmp_path: Path) -> None:
+    source = save_toy_tokenizer(save_tiny(tmp_path / "source", family, vocab_size=400, moe_intermediate_size=64))
+    to = tmp_path / "rounded"
+    assert main([str(source), str(to), "--quantize", "int8"]) == 0
+    names = load_file(to / "model.safetensors").keys()
+    experts = {
+        name for name in load_file(source / "model.safetensors") if ".experts." in name or "shared_expert." in name
+    }
+    assert {name.replace(".weight", ".weight_packed") for name in experts} <= names
+    routers = [name for name in names if name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))]
+    assert len(routers) == (2 if family == "qwen3_moe" else 4)
+    said = json.loads((to / "config.json").read_text())["quantization_config"]
+    assert all(any(re.match(one.removeprefix("re:"), name[:-7]) for one in said["ignore"]) for name in routers)
+    config, state = checkpoint.read_config(to), checkpoint.read_weights(to, checkpoint.weight_files(to))
+    decoded = build_decoder(
+        {n: v for n, v in config.items() if n != "quantization_config"}, {n: state[n] for n in state}
+    )
+    rounded = load_model(to, activations="float32")
+    torch.testing.assert_close(logits_of(rounded, IDS), logits_of(decoded, IDS), atol=1e-4, rtol=1e-4)
+    moved = (logits_of(rounded, IDS) - logits_of(load_model(source), IDS)).abs().mean()
+    assert 0 < moved < 0.05
 
 
 def test_files_are_written_as_they_fill(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,4 +107,11 @@ def test_what_cannot_be_leaves_nothing(
     except SystemExit as error:
         status = int(error.code or 0)
     assert status != 0 and message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_experts_of_one_tensor_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save_toy_tokenizer(save_tiny(tmp_path / "source", "gpt_oss", vocab_size=400))
+    assert main([str(source), str(tmp_path / "none"), "--quantize", "int8"]) != 0
+    assert "source: gpt_oss keeps a layer's experts in one tensor" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

@@ -22,7 +22,7 @@ from outrider.engine.loader import Activations, load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.quantized.numbers import Integers, SmallFloats, unpack
-from outrider.engine.quantized.rounding import Rounding
+from outrider.engine.quantized.rounding import RoundedTensors, Rounding
 from outrider.engine.quantized.state import QuantizedTensors, layout_of
 from outrider.kernels.cpu.decoder import Kind
 from outrider.kernels.cpu.library import cpu_library
@@ -334,6 +334,14 @@ def test_a_rounded_model_is_nearly_the_same(rounding: Rounding, kernels: str, tm
     moved = (logits_of(rounded, ids) - logits_of(plain, ids)).abs().mean() / logits_of(plain, ids).abs().mean()
     assert 0 < moved < (0.1 if rounding == "int8" else 0.6)
     assert rounded.dtype == (TOLD[rounding] if kernels == "c" else f"{rounding} in float32")
+
+
+def test_experts_of_any_name_have_four_bits_and_routers_eight() -> None:
+    stem = "model.layers.0.block_sparse_moe"
+    state = {f"{stem}.{name}.weight": torch.randn(32, 64) for name in ("gate", "experts.3.w1", "experts.3.w2")}
+    rounded = RoundedTensors(state, state)
+    levels = {name.split(".")[-2]: len(rounded.packed(name).decode()[0, :32].unique()) for name in state}  # type: ignore[union-attr]
+    assert levels["gate"] > 16 >= max(levels["w1"], levels["w2"])
 
 
 def test_what_is_rounded_computes_its_numbers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ them, so that vLLM and others read it, too."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +16,8 @@ from torch import Tensor
 from outrider.cli.agreement import Agreement, compare_models
 from outrider.cli.arguments import load_tokenizer
 from outrider.engine import checkpoint
-from outrider.engine.models.decoder_config import parse_config
-from outrider.engine.models.low_rank import decoder_linears
-from outrider.engine.models.weights import with_its_head
+from outrider.engine.models.decoder_config import DecoderConfig, parse_config
+from outrider.engine.models.weights import expected_shapes, with_its_head
 from outrider.engine.quantized.rounding import Rounding, quantization_config, round_to_nearest, stored_parts
 from outrider.engine.quantized.state import KEYS
 from outrider.rpc.hub import TOKENIZER_FILES, locate
@@ -34,20 +34,41 @@ def quantize(source: Path, destination: Path, rounding: Rounding, group: int | N
     folder, partial = locate(source), destination.with_name(destination.name + ".partial")
     config = checkpoint.read_config(folder)
     parsed = parse_config(config)
+    if parsed.mixture is not None and parsed.mixture.names.fused:
+        raise ValueError(
+            f"source: {config['model_type']} keeps a layer's experts in one tensor; allowed: one for each expert"
+        )
     _, state = with_its_head(parsed, checkpoint.read_weights(folder, checkpoint.weight_files(folder)))
     partial.mkdir(parents=True)
     try:
         shards = _Shards(partial)
-        yield from _written(state, frozenset(decoder_linears(parsed)), rounding, group, shards)
+        yield from _written(state, rounded_modules(parsed), rounding, group, shards)
         shards.finish()
         _copy_rest(folder, partial)
-        said = quantization_config(rounding, group, IGNORED)
+        said = quantization_config(
+            rounding, group, [*IGNORED, *(f"re:.*{re.escape(name)}$" for name in _routers(parsed))]
+        )
         kept = {name: value for name, value in config.items() if name not in (*KEYS, "transformers_weights")}
         (partial / "config.json").write_text(json.dumps(kept | {"quantization_config": said}, indent=2) + "\n")
         partial.rename(destination)
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def rounded_modules(config: DecoderConfig) -> frozenset[str]:
+    """Every product of a layer but routers, whose few numbers decide most."""
+    kept = tuple(f"{name}.weight" for name in _routers(config))
+    products = (name for name, shape in expected_shapes(config).items() if len(shape) == 2)
+    return frozenset(
+        name.removesuffix(".weight")
+        for name in products
+        if name.startswith("model.layers.") and not name.endswith(kept)
+    )
+
+
+def _routers(config: DecoderConfig) -> list[str]:
+    return [] if config.mixture is None else [f".{name}" for name in config.mixture.routers]
 
 
 def change_of_loss(source: Path, destination: Path, text: Path) -> Agreement:

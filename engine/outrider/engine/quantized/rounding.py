@@ -14,6 +14,7 @@ from outrider.kernels.quantized.form import Codes, QuantizedMatrix
 
 Rounding = Literal["int8", "int4"]
 GROUP = 32  # inputs that share a scale, where nothing else is said
+IN_4_BITS = ("proj", ".experts.")  # in the names of what is rounded so, where 4 bits are asked for
 BITS_OF: dict[Rounding, int] = {"int8": 8, "int4": 4}
 
 
@@ -86,7 +87,7 @@ class RoundedTensors(Mapping[str, Tensor]):
 
     def _rounded(self, name: str, weight: Tensor) -> Integers:
         group = self._group if weight.shape[1] % self._group == 0 else None
-        return round_to_nearest(weight, "int4" if "proj" in name else "int8", group)
+        return round_to_nearest(weight, "int4" if any(part in name for part in IN_4_BITS) else "int8", group)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
