@@ -9,7 +9,7 @@ import pytest
 from outrider.planner.estimates import Acceptance, StepTime
 from outrider.planner.forecast import VerifyCosts
 from outrider.planner.woken import WokenExperts, woken_experts
-from outrider.rpc.messages import ExpertCosts
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.goodput import Goodput, GoodputRequest
 
 LAYERS, EXPERTS, CHOSEN = 4, 64, 4

@@ -12,7 +12,7 @@ from math import log1p
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.model_runner import ModelRunner
-from outrider.rpc.messages import ExpertCosts
+from outrider.rpc.words.expert_costs import ExpertCosts
 
 log = logging.getLogger(__name__)
 

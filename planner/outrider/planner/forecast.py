@@ -25,7 +25,8 @@ from outrider.planner.estimates import Acceptance, RunningMean, StepTime, surpri
 from outrider.planner.formulas import ahead_plain, ahead_waiting, in_turn
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
 from outrider.planner.woken import woken_experts
-from outrider.rpc.messages import ExpertCosts, StepTimings
+from outrider.rpc.messages import StepTimings
+from outrider.rpc.words.expert_costs import ExpertCosts
 
 FORGETTING = 0.01  # a decision
 PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are plain

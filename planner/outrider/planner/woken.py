@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import log1p
 
-from outrider.rpc.messages import ExpertCosts
+from outrider.rpc.words.expert_costs import ExpertCosts
 
 PRIOR = 4.0  # steps that chose as those at the start did count as much
 MEMORY = 64.0  # steps that the fit looks back on

@@ -25,7 +25,6 @@ from outrider.rpc.messages import (
     DraftTokens,
     DraftTrial,
     DraftVocabulary,
-    ExpertCosts,
     Failure,
     FrameHeader,
     Load,
@@ -40,6 +39,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_codec import decode_acceptance, decode_default_sampling, decode_sampling, encode_sampling
 from outrider.rpc.status import make_status, parse_details
 from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.rpc.words.sampling_params import BASELINE, AcceptanceRule, TokenOrigin
 from outrider.rpc.words.structured import Reasoning
 from outrider.v1 import common_pb2 as pb

@@ -13,6 +13,7 @@ from typing import Any
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
 from outrider.rpc.media import Media, check_media
 from outrider.rpc.words.answer import PositionLogprobs
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.rpc.words.request import DraftOptions
 from outrider.rpc.words.sampling_params import (
     CAPABILITIES,
@@ -400,17 +401,6 @@ class Adapter:
     name: str
     digest: str
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertCosts:
-    """Of a mixture: what a step takes more for each expert that its rows wake, beside their number."""
-
-    num_layers: int  # that have experts
-    num_experts: int  # of a layer; one that every row goes to does not count
-    num_chosen: int  # of these, by a row
-    expert_us: float  # of one more in one layer, microseconds
-    along: float  # independent rows that each further row of the measured steps counted as: see planner/woken.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,11 @@ from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service, this_machine
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, ExpertCosts, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.engines import engine_of

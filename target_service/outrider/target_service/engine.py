@@ -29,7 +29,6 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftTokens,
-    ExpertCosts,
     Load,
     Open,
     TargetCommand,
@@ -37,6 +36,7 @@ from outrider.rpc.messages import (
     to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.cohort import CohortHold
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.grammars import Grammars, stuck

@@ -20,7 +20,7 @@ from operator import mul
 
 from outrider.planner.estimates import Acceptance, StepTime
 from outrider.planner.woken import woken_experts
-from outrider.rpc.messages import ExpertCosts
+from outrider.rpc.words.expert_costs import ExpertCosts
 
 TARGET_MEMORY = 1024.0  # verifications that the estimate of all sequences looks back on
 MARGIN = 1.1  # a cut must promise so much more than whole windows do: what is put off makes the next window short

@@ -39,7 +39,7 @@ from outrider.proposers.heads.device_head import DeviceHead
 from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.tree import GrowingTree, grow
-from outrider.rpc.messages import ExpertCosts
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.block_drafts import draft_blocks, fit_block
 from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
 from outrider.target_service.outputs import ComputedStep

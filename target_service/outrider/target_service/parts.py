@@ -16,7 +16,8 @@ from outrider.engine.batch import PreparedAdapter
 from outrider.engine.profile import StepProfile
 from outrider.engine.token_tree import depths_of
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import ExpertCosts, Open
+from outrider.rpc.messages import Open
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.rpc.words.structured import CONSTRAINTS
 from outrider.target_service.adapters import AdapterTable, AdapterTurns, ServedAdapter
 from outrider.target_service.device_verifier import StepVerifier
