@@ -63,6 +63,9 @@ SCHEDULER = "target_service/outrider/target_service/scheduler.py"
 STEPS = "target_service/outrider/target_service/steps.py"
 DEVICE_VERIFIER = "target_service/outrider/target_service/device_verifier.py"
 MIXTURE = "kernels/outrider/kernels/cpu/mixture.h"
+TARGET_PARTS = "target_service/outrider/target_service/parts.py"
+CENSUS = "engine/outrider/engine/models/census.py"
+WOKEN = "planner/outrider/planner/woken.py"
 FUSED_EXPERTS = "engine/outrider/engine/models/fused_experts.py"
 PACKED = "kernels/outrider/kernels/cpu/packed.h"
 PACKED_FLOATS = "kernels/outrider/kernels/cpu/packed_floats.h"
@@ -434,6 +437,18 @@ MUTANTS = (
     Mutant(MIXTURE, "tests/kernels/test_mixture.py::test_the_pass_gives_what_the_reference_gives",
            "mixing->members[at] = (int32_t)(pair / ways);",
            "mixing->members[at] = (int32_t)(rows - 1 - pair / ways);"),
+    Mutant(MIXTURE, "tests/engine/test_census.py::test_woken_experts_are_those_that_routers_choose",
+           "return woken - mixing->woken - mixture->has_shared;",
+           "return woken - mixing->woken;"),
+    Mutant(CENSUS, "tests/engine/test_census.py::test_woken_experts_are_those_that_routers_choose",
+           "torch.sum(self.rows > 0,",
+           "torch.sum(self.rows > 1,"),
+    Mutant(WOKEN, "tests/planner/test_woken.py::test_rows_of_one_text_and_of_many_are_told_apart",
+           "1 + self._apart * (sequences - 1) + self._along",
+           "1 + self._along * (sequences - 1) + self._along"),
+    Mutant(TARGET_PARTS, "tests/target_service/test_goodput.py::test_a_mixtures_steps_teach_what_they_woke",
+           '"num_woken": step.timings.num_woken',
+           '"num_woken": 0'),
     Mutant(FUSED_EXPERTS, "tests/engine/test_fused_experts.py::test_floats_of_four_bits_are_what_transformers_reads",
            "torch.stack([rows & 15, rows >> 4], dim=-1)",
            "torch.stack([rows >> 4, rows & 15], dim=-1)"),

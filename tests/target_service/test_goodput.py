@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.loader import LoadedModel
 from outrider.planner.estimates import Acceptance
@@ -338,3 +339,21 @@ def test_no_peeking(loaded: LoadedModel, acceptance: AcceptanceRule) -> None:
     first, *others = (windows_of(loaded, random.Random(seed), acceptance) for seed in range(4))
     assert all(other == first for other in others)
     assert len({window for step in first for window in step}) > 2
+
+
+def test_a_mixtures_steps_teach_what_they_woke() -> None:
+    """The start measures what an expert costs, commits say how many a step woke, and steps are foreseen by them."""
+    options: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    loaded = build_decoder(tiny_config("qwen3_moe", **options), tiny_state(tiny_hf_model("qwen3_moe", **options)))
+    harness = TargetHarness.of(loaded)
+    harness.engine.profile()
+    goodput, costs = harness.engine.scheduler.goodput, harness.engine.expert_costs
+    assert goodput is not None and costs is not None and (costs.num_layers, costs.num_experts) == (2, 16)
+    assert goodput.time.experts is not None
+    before = goodput.time.experts.at(5, 5)
+    for number in (1, 2, 3):
+        harness.send(opened(number, range(5, 30 + number), max_tokens=24), Credit(number, 200, 0))
+    harness.run()
+    woken = [commit.timings.num_woken for commit in harness.commits(1)]
+    assert len(woken) > 20 and all(4 <= number <= 2 * 16 for number in woken)
+    assert goodput.time.experts.at(5, 5) != before
