@@ -90,13 +90,14 @@ def test_integrity_names_what_differs() -> None:
 
 def test_keys_depend_on_everything_before_and_around() -> None:
     keys = {
-        chain_key(root_key(salt, adapter, dtype), tokens)
+        chain_key(root_key(salt, adapter, dtype, model), tokens)
         for salt in ("", "a")
         for adapter in ("", "a")
         for dtype in ("", "a")
+        for model in ("", "a")
         for tokens in ([1, 2], [2, 1])
     }
-    assert len(keys) == 16
+    assert len(keys) == 32
     assert chain_key(root_key("s"), [1, 2]) == chain_key(root_key("s"), [1, 2])
 
 

@@ -84,7 +84,10 @@ class PrefixLedger:
 
     def keys(self, committed: Sequence[int], salt: str = "") -> list[bytes]:
         """The keys of all full blocks of committed tokens; they are known from now on."""
-        size, keys = self._cache.block_size, [root_key(salt, cache_dtype=self._cache.cache_dtype)]
+        size, keys = (
+            self._cache.block_size,
+            [root_key(salt, cache_dtype=self._cache.cache_dtype, model=self._cache.model)],
+        )
         for end in range(size, len(committed) + 1, size):
             keys.append(chain_key(keys[-1], committed[end - size : end]))
             self._prefixes[keys[-1]] = tuple(committed[:end])

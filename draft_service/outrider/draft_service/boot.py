@@ -234,7 +234,8 @@ def build_model_method(
     prepared = (
         {} if runner.adapters is None else {n: runner.adapters.prepare(one) for n, one in (adapters or {}).items()}
     )
-    cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
+    cache_dtype, pool = str(loaded.model.dtype), BlockPool(runner.cache.num_blocks)
+    cache = KVCacheManager(pool, runner.block_size, cache_dtype=cache_dtype, model=loaded.digest)
     one_a_pass = name == "draft_model"  # others draft several tokens in one
     most = options.steps.max_sequences
     return ModelMethod(

@@ -17,9 +17,9 @@ class OutOfBlocks(Exception):
     """The pool has no free block left; the caller preempts a sequence or waits."""
 
 
-def root_key(salt: str, adapter: str = "", cache_dtype: str = "") -> bytes:
-    """The key before the first block: only sequences of equal salt, adapter and cache dtype share blocks."""
-    return hashlib.sha256(repr((salt, adapter, cache_dtype)).encode()).digest()
+def root_key(salt: str, adapter: str = "", cache_dtype: str = "", model: str = "") -> bytes:
+    """The key before the first block: only sequences of equal salt, adapter, cache dtype and model share blocks."""
+    return hashlib.sha256(repr((salt, adapter, cache_dtype, model)).encode()).digest()
 
 
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -136,12 +136,17 @@ class KVCacheManager:
     """Gives sequences their blocks: prefix hits on admission, room for the rows of a step, rollback, release."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int = BLOCK_SIZE, prefix_cache: bool = True, cache_dtype: str = ""
+        self,
+        pool: BlockPool,
+        block_size: int = BLOCK_SIZE,
+        prefix_cache: bool = True,
+        cache_dtype: str = "",
+        model: str = "",  # digest of its weights
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.model = cache_dtype, model
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
@@ -220,7 +225,7 @@ class KVCacheManager:
             sequence.block_keys.append(key)
 
     def _root_key(self, sequence: CachedSequence) -> bytes:
-        return root_key(sequence.salt, sequence.adapter, self.cache_dtype)
+        return root_key(sequence.salt, sequence.adapter, self.cache_dtype, self.model)
 
     def forget(self, sequence: CachedSequence, num_found: int) -> None:
         """Nobody finds the sequence's blocks any more, but for the first `num_found` tokens'."""

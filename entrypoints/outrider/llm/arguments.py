@@ -311,7 +311,6 @@ NOT_THERE = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), EMBEDS),
     "beam_search": "it is no sampling, which is what speculation is exact for",
     **dict.fromkeys(("collective_rpc", "apply_model"), NO_WORKERS),
-    **dict.fromkeys(("sleep", "wake_up"), "close() frees the memory"),
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILE),
 }
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapp
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from outrider.client import Client
 from outrider.gateway.media import MediaLimits, load_media
@@ -29,6 +29,9 @@ from outrider.rpc.media import MAX_MEDIA_BYTES, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
 from outrider.rpc.words.answer import GenerationDelta
 from outrider.rpc.words.request import DRAFT_OPTIONS, GenerationRequest, MediaSource, SpeculationOptions
+
+if TYPE_CHECKING:
+    from outrider.llm.weights import ServedWeights  # torch comes with it
 
 
 class Backend(Protocol):
@@ -61,6 +64,10 @@ class Backend(Protocol):
         self, request: GenerationRequest, lora: LoRARequest | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of a request, whose adapter `lora` describes. Called on the loop."""
+
+    @property
+    def weights(self) -> ServedWeights | None:
+        """The target's, where they may change."""
 
     def cache_usage(self) -> float | None:
         """The share of the key-value cache in use, where it is known."""
@@ -214,6 +221,7 @@ class AttachedBackend:
     info: ModelInfo
     num_draft_tokens: int
     speculation: SpeculationOptions
+    weights: None = None  # they are the target service's
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
 
     @property

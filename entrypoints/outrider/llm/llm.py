@@ -11,11 +11,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
 from outrider.gateway.request_record import RequestRecord
@@ -42,6 +42,9 @@ from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderErr
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import RECOMMENDED
+
+if TYPE_CHECKING:
+    from outrider.llm.weights import ServedWeights  # torch comes with it
 
 
 def default_params(arguments: EngineArguments, info: ModelInfo) -> SamplingParams:
@@ -345,6 +348,51 @@ class LLM:
         self._backend.reset_prefix_cache()
         return True
 
+    def update_weights(self, request: Any) -> None:
+        """Puts other weights in the target's place, of its shape and with its tokenizer: `request` is a folder,
+        or `{"update_info": {"path": folder}}`, or `{"update_info": {"tensors": {name: tensor}}}`, by the checkpoint's
+        names; those that are not given stay. Between `start_weight_update` and `finish_weight_update` it may come in
+        parts, and all of it takes its place at the end; else at once. Calls of other threads are waited for. Raises
+        ValueError for what cannot be used: the weights of before serve on."""
+        self._weights("update_weights").update(request)
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Nothing is to be prepared for tensors of this process; a channel between processes is refused."""
+        self._weights("init_weight_transfer_engine").refuse_transfer(request)
+
+    def start_weight_update(self) -> None:
+        """Begins an update in parts."""
+        self._weights("start_weight_update").start()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Puts what was given in place. Raises as `update_weights`."""
+        self._weights("finish_weight_update").finish(weight_version)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives back the target's cache (1), and its weights, too (2); 0 gives back nothing. Until `wake_up` calls are
+        refused; those of other threads are waited for, whatever `mode` says."""
+        weights = self._weights("sleep")
+        for name, value, allowed in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
+            if value not in allowed:
+                raise ValueError(f"{name}: is {value!r:.100}; allowed: {', '.join(map(str, allowed))}")
+        weights.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes the memory again; `tags` may name `weights` alone, which can then be updated before `kv_cache`."""
+        weights = self._weights("wake_up")
+        if wrong := [tag for tag in tags or () if tag not in ("weights", "kv_cache", "scheduling")]:
+            raise ValueError(f"tags: is {wrong[0]!r:.100}; allowed: weights, kv_cache, scheduling")
+        weights.wake_up(tags)
+
+    def _weights(self, name: str) -> ServedWeights:
+        """What changes them. Raises Unsupported where they are not this process's."""
+        if not self._close.alive:
+            raise RuntimeError("this LLM is closed")
+        if (weights := self._backend.weights) is None:
+            whose = "the services behind the gateway have" if self.arguments.gateway else "vLLM's processes have"
+            raise Unsupported(f"LLM.{name}: {whose} the weights; allowed: engine='outrider'")
+        return weights
+
     def _attach(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> tuple[Backend, Statistics]:
         backend = attach(self._runtime, self.arguments, config)
         return backend, Statistics(backend.info.name, backend.num_draft_tokens, self.arguments.max_num_seqs)
@@ -390,8 +438,9 @@ class LLM:
         def start(put: Callable[[Job], None]) -> Coroutine[Any, Any, None]:
             return run_jobs(backend, jobs, statistics, put)
 
+        door = nullcontext() if backend.weights is None else backend.weights.passing()
         try:
-            with closing(self._runtime.iterate(start)) as ended:
+            with door, closing(self._runtime.iterate(start)) as ended:
                 for _ in with_progress(ended, len(jobs), use_tqdm):
                     pass
         except OutriderError as error:

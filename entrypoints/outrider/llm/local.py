@@ -38,6 +38,7 @@ from outrider.llm.lora.request import LoRARequest
 from outrider.llm.memory import blocks_beside_vllm, shared_blocks
 from outrider.llm.service_settings import MEDIA_BYTES, our_target, vllm_target
 from outrider.llm.services import LocalTarget, LocalVerifier, VllmTarget
+from outrider.llm.weights import ServedWeights
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.words.answer import GenerationDelta
 from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
@@ -60,6 +61,7 @@ class LocalBackend:
     draft: PlainDecoding
     adapters: HeldAdapters
     num_draft_tokens: int
+    weights: ServedWeights | None  # None: they stay
 
     @property
     def info(self) -> ModelInfo:
@@ -106,6 +108,8 @@ class LocalBackend:
         self.runtime.close(self._leave)
         self.target.stop()
         self.draft.stop()
+        if self.weights is not None:
+            self.weights.close()
 
     def _leave(self) -> None:
         self.target.leave()
@@ -143,7 +147,8 @@ def start_local(
         draft.stop()
         raise
     adapters = HeldAdapters(target, arguments.num_adapters)
-    return LocalBackend(runtime, engine, tokenizer, target, draft, adapters, k)
+    weights = ServedWeights(target, adapters) if isinstance(target, LocalTarget) else None
+    return LocalBackend(runtime, engine, tokenizer, target, draft, adapters, k, weights)
 
 
 def _engine_config(arguments: EngineArguments, draft: PlainDecoding, k: int) -> EngineConfig:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,7 +55,7 @@ from outrider.target_service.boot import (
     new_grammars,
     new_runner,
 )
-from outrider.target_service.engine import TargetEngineCommand
+from outrider.target_service.engine import Profile, TargetEngineCommand
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_trial import NO_HEAD, TriedHead
 from outrider.target_service.settings import TargetSettings
@@ -96,6 +97,7 @@ class LocalService:
 
     thread: Any  # that owns the model: a DeviceWorker, or vLLM's engine
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
+    is_asleep = False  # its engine has ended, and another one will come
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -165,7 +167,7 @@ class LocalService:
             link.on_event(event)
 
     def _check_alive(self) -> None:
-        if not self.thread.is_alive:
+        if not self.thread.is_alive and not self.is_asleep:
             self._lose("its device thread has ended")
             return
         self._watch = self._loop.call_later(WATCH_S, self._check_alive)
@@ -229,6 +231,17 @@ class LocalVerifier(LocalService, ABC):
         """Forgets every cached prefix. Called from any thread but the loop's."""
 
 
+SHAPE = ("model_type", "vocab_size", "hidden_size", "number of layers", "keys and values", "longest sequence")
+
+
+def shape_of(loaded: LoadedModel) -> tuple[Any, ...]:
+    """What an update keeps, by the names of SHAPE."""
+    model = loaded.model
+    return (
+        loaded.model_type, model.vocab_size, model.hidden_size, len(model.layers), model.layers, loaded.max_model_len,
+    )  # fmt: skip
+
+
 class LocalTarget(LocalVerifier):
     """A Verifier over our own engine."""
 
@@ -243,19 +256,51 @@ class LocalTarget(LocalVerifier):
         """The head drafts beside the model; `tokenizer` is the folder of what grammars are over, by default the
         model's."""
         super().__init__(loop)
+        self.settings, self._tokenizer = settings, tokenizer
+        self.loaded: LoadedModel | None = loaded  # None: they were given back
+        self.tried, self.shape = tried, shape_of(loaded)
+        self.is_asleep = True
+        self._profile: Profile | None = None  # of the engine before, whose steps take the same
+        self.start_engine()
+
+    @property
+    def folder(self) -> Path:
+        """Of the weights."""
+        return Path(self.settings.model)
+
+    def take_weights(self, loaded: LoadedModel, tried: TriedHead, folder: Path) -> None:
+        """Other weights are the target's, of the same shape. The engine has ended, or never was; its next one has
+        them. The model keeps its name."""
+        self.loaded, self.tried = loaded, tried
+        self.settings = self.settings.model_copy(update={"model": folder, "name": self.info.model.name})
+
+    def rest(self, *, keeps_weights: bool) -> None:
+        """Ends the engine, on any thread but the loop's, while nothing is open: its cache goes."""
+        if not self.is_asleep:
+            self.is_asleep, self._profile = True, self.engine.profiled
+            self.thread.stop(timeout=STOP_S)
+            del self.engine
+        if not keeps_weights:
+            self.loaded, self.tried = None, TriedHead(None, self.tried.trial)
+
+    def start_engine(self) -> None:
+        """Starts one over the weights, on any thread while nothing is open."""
+        if self.loaded is None:
+            raise RuntimeError("there are no weights")
+        settings, loaded, tried = self.settings, self.loaded, self.tried
         self.longest, head = loaded.max_model_len, tried.head
         runner = new_runner(settings, loaded, head)
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
-        grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
+        grammars = new_grammars(self._tokenizer or Path(settings.model), loaded, settings.device)
         self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
         self.thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
             self.engine, "llm-target", threads, settings.device
         )
         self.thread.ended.add_done_callback(lambda _: self.engine.close())
-        costs = self.thread.call(self.engine.profile).result()
+        costs = self.thread.call(partial(self.engine.profile, self._profile)).result()
         self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
         info = info_of(
             settings, loaded, limits, costs, tried, capabilities=self.engine.capabilities,
@@ -263,15 +308,19 @@ class LocalTarget(LocalVerifier):
         )  # fmt: skip
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
         self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
+        self.is_asleep = False
 
     def cache_usage(self) -> float:
         """The share of its cache that is in use."""
+        if self.is_asleep:
+            return 0.0
         pool = self.engine.cache.pool
         return 1 - pool.num_free / pool.num_blocks
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""
-        self.thread.call(self.engine.cache.pool.clear_cache).result()
+        if not self.is_asleep:
+            self.thread.call(self.engine.cache.pool.clear_cache).result()
 
 
 @contextmanager

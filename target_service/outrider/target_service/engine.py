@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
@@ -58,6 +58,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+class Profile(NamedTuple):
+    """What steps take."""
+
+    steps: StepProfile  # by their rows
+    context_us: float  # more for each token that they look back on
+    experts: ExpertCosts | None  # more for each expert that they wake
+
+
 class TargetEngine:
     """Run by a DeviceWorker. `on_step` is told of each step before its commits, `flush` is called after each that has
     answers."""
@@ -84,7 +92,8 @@ class TargetEngine:
         self._clock = clock
         self._arrivals = 0
         dtype = str(runner.model.dtype).removeprefix("torch.")
-        self.cache = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
+        pool, model = BlockPool(limits.num_blocks), limits.model_digest
+        self.cache = KVCacheManager(pool, limits.block_size, prefix_cache, dtype, model)
         self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
         verifier = verifier_of(runner, limits.vocab_size)
         self._cohort, self._work = CohortHold(), OpenWork(limits.max_sequences, limits.max_open_tokens)
@@ -94,7 +103,7 @@ class TargetEngine:
         if head is not None:
             drawer = Drawer(limits.vocab_size, runner.model.device)
             self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
-        self.expert_costs: ExpertCosts | None = None  # of a mixture, once steps were measured
+        self.profiled: Profile | None = None  # once steps were measured
         self.steps = Steps(runner, verifier, self.parts, clock)
         self._ahead: LaunchedStep | None = None  # launched, and not finished
         self._busy_until = 0.0  # with it the device is
@@ -156,15 +165,24 @@ class TargetEngine:
         """A sign of life. Raises DeviceLost when the process has to end."""
         probe(self._runner, self.cache.pool)
 
-    def profile(self) -> StepProfile:
-        """Measures steps by their rows, while nothing is open; from then on the scheduler knows what they take."""
-        most_tokens = self.limits.max_model_len
-        costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
-        context_us = measure_context(self._runner, self.cache.pool, costs, most_tokens)
-        self.expert_costs = measure_experts(self._runner, self.cache.pool, costs)
+    def profile(self, known: Profile | None = None) -> StepProfile:
+        """Measures steps by their rows, while nothing is open, unless it is known of a model of the same shape; from
+        then on the scheduler knows what they take."""
+        self.profiled = known or self._measured()
         for part in self.parts:
-            part.measured(costs, context_us, self.expert_costs)
-        return costs
+            part.measured(*self.profiled)
+        return self.profiled.steps
+
+    def _measured(self) -> Profile:
+        most_tokens = self.limits.max_model_len
+        steps = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
+        context_us = measure_context(self._runner, self.cache.pool, steps, most_tokens)
+        return Profile(steps, context_us, measure_experts(self._runner, self.cache.pool, steps))
+
+    @property
+    def expert_costs(self) -> ExpertCosts | None:
+        """Of a mixture, once steps were measured."""
+        return None if self.profiled is None else self.profiled.experts
 
     def close(self) -> None:
         """Ends what its parts have beside the device thread, once that has ended."""

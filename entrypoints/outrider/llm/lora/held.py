@@ -60,6 +60,10 @@ class HeldAdapters:
                 self._held[asked.name] = self._held.pop(asked.name)
                 self._changed.notify_all()
 
+    def forget(self) -> None:
+        """The engine is another one, and has none; no request is under way."""
+        self._held.clear()
+
     def _has_place(self, name: str) -> bool:
         return name in self._held or len(self._held) < self.most or self._idle is not None
 
