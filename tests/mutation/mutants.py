@@ -258,7 +258,7 @@ MUTANTS = (
            "hashlib.sha256(parent + struct.pack(",
            "hashlib.sha256(struct.pack("),
     Mutant(CACHE, "tests/engine/test_kv_cache_manager.py::test_salt_and_cache_dtype_separate",
-           "repr((salt, adapter, cache_dtype)).encode()",
+           "repr((salt, adapter, cache_dtype, model)).encode()",
            "repr((adapter, cache_dtype)).encode()"),
     Mutant(CACHE, "tests/engine/test_kv_cache_manager.py::test_cached_blocks_are_reused_last_and_least_recently_freed_first",
            "        for block in blocks:\n            self._forget(block)\n            self._references[block] = 1",
