@@ -319,7 +319,7 @@ async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
     train_byte_level().save(str(tmp_path / "tokenizer.json"))
     profiles: list[Any] = []
 
-    def noted(costs: Any) -> VerifyCosts:
+    def noted(costs: Any, experts: Any = None) -> VerifyCosts:
         profiles.append(costs)
         return VerifyCosts(costs)
 

@@ -100,6 +100,7 @@ async def deployed(
     folder: Path,
     through: Callable[[str, str], Awaitable[str]] = _directly,
     allow_adapter_changes: bool = False,
+    allow_target_reload: bool = False,
     **of_draft: Any,
 ) -> AsyncIterator[Deployment]:
     """Starts all, and ends all. `through` says, by a service's role and address, where the gateway is to reach it."""
@@ -108,6 +109,7 @@ async def deployed(
         save_toy_tokenizer(model)
     common: dict[str, Any] = {"listen": "127.0.0.1:0", "num_blocks": 512, "threads": 1}
     of_target = {"batch_invariant": True, "allow_adapter_changes": allow_adapter_changes, **common}
+    of_target["allow_reload"] = allow_target_reload
     target = await target_boot.start(TargetSettings(model=models[0], **of_target))
     draft = await draft_boot.start(DraftSettings(model=models[1], allow_reload=True, **common, **of_draft))
     tokenizer = Tokenizer.load(models[0])

@@ -121,6 +121,10 @@ class DeviceWorker(Generic[Command]):
         self._put(_Call(function, future))
         return future
 
+    def replace_engine(self, engine: EngineCore[Command]) -> None:
+        """Another engine takes what comes from now on. To be called on the thread, between two steps."""
+        self._engine = engine
+
     def stop(self, timeout: float | None = None) -> None:
         """Lets the thread end once it has taken what was submitted before, and joins it. Calls left over are failed."""
         with self._lock:

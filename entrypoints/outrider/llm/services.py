@@ -58,6 +58,7 @@ from outrider.target_service.boot import (
 from outrider.target_service.engine import Profile, TargetEngineCommand
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_trial import NO_HEAD, TriedHead
+from outrider.target_service.reload import shape_of
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split
 
@@ -231,17 +232,6 @@ class LocalVerifier(LocalService, ABC):
         """Forgets every cached prefix. Called from any thread but the loop's."""
 
 
-SHAPE = ("model_type", "vocab_size", "hidden_size", "number of layers", "keys and values", "longest sequence")
-
-
-def shape_of(loaded: LoadedModel) -> tuple[Any, ...]:
-    """What an update keeps, by the names of SHAPE."""
-    model = loaded.model
-    return (
-        loaded.model_type, model.vocab_size, model.hidden_size, len(model.layers), model.layers, loaded.max_model_len,
-    )  # fmt: skip
-
-
 class LocalTarget(LocalVerifier):
     """A Verifier over our own engine."""
 
@@ -307,7 +297,7 @@ class LocalTarget(LocalVerifier):
             expert_costs=self.engine.expert_costs,
         )  # fmt: skip
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest))
-        self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
+        self.change_by(new_adapter_changes(settings, loaded, self.engine, self.thread, self.info))
         self.is_asleep = False
 
     def cache_usage(self) -> float:

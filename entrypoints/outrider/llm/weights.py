@@ -21,16 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.engine import checkpoint
-from outrider.engine.loader import DTYPES, LoadedModel
-from outrider.engine.memory import free_bytes
+from outrider.engine.loader import LoadedModel
 from outrider.engine.models.base import UnsupportedModel
 from outrider.llm.lora.held import HeldAdapters
-from outrider.llm.services import SHAPE, LocalTarget, shape_of
+from outrider.llm.services import LocalTarget
 from outrider.llm.validation import Unsupported
 from outrider.rpc.hub import TOKENIZER_FILES, locate
-from outrider.rpc.vocabulary import read_vocabulary
 from outrider.target_service.boot import load, load_head
 from outrider.target_service.head_trial import TriedHead
+from outrider.target_service.reload import require_room, require_same_shape, require_same_tokenizer
 
 TAGS = ("weights", "kv_cache", "scheduling")
 FLOATS = torch.float32, torch.bfloat16, torch.float16
@@ -162,7 +161,8 @@ class ServedWeights:
 
     def _replace(self, folder: Path) -> None:
         target, before = self.target, self.target.loaded
-        require_room(folder, target)
+        if before is not None:
+            require_room(folder, before, 0, "to call sleep(level=2) before")
         loaded, tried = self._loaded(folder)
         if target.is_asleep:
             self._take(loaded, tried, folder)
@@ -184,10 +184,10 @@ class ServedWeights:
         """Of the shape and the tokenizer of the present ones. Raises ValueError."""
         target = self.target
         settings = target.settings.model_copy(update={"model": folder})
-        require_same_tokenizer(folder, target)
+        require_same_tokenizer(folder, target.info.model.tokenizer_fingerprint)
         try:
             loaded = load(settings)
-            require_same_shape(folder, loaded, target)
+            require_same_shape(folder, loaded, target.shape)
             head = load_head(settings, loaded)
         except UnsupportedModel as error:
             raise refused(folder, error) from error
@@ -255,32 +255,3 @@ def merged(folder: Path, tensors: Mapping[str, Tensor], to: Path) -> Path:
 def refused(folder: Path, error: BaseException) -> ValueError:
     """What is raised in an error's place."""
     return ValueError(f"the weights in {folder} cannot be used: {error}; those of before serve on")
-
-
-def require_room(folder: Path, target: LocalTarget) -> None:
-    """Raises ValueError where the weights find no room beside the present ones."""
-    if target.loaded is None:
-        return
-    model = target.loaded.model
-    stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", model.dtype)
-    size = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
-    needed, free = size * model.dtype.itemsize // stored.itemsize, free_bytes(model.device)
-    if needed > free:
-        raise ValueError(
-            f"the weights in {folder} need {needed >> 20} MiB beside the present ones, and {free >> 20} MiB are free; "
-            "allowed: to call sleep(level=2) before"
-        )
-
-
-def require_same_tokenizer(folder: Path, target: LocalTarget) -> None:
-    """Raises ValueError where there is another one: prompts and drafts have the present one's ids."""
-    found, known = read_vocabulary(folder), target.info.model.tokenizer_fingerprint
-    if found is not None and known and found.fingerprint != known:
-        raise ValueError(f"the weights in {folder} have another tokenizer; allowed: the present one, or a new LLM")
-
-
-def require_same_shape(folder: Path, loaded: LoadedModel, target: LocalTarget) -> None:
-    """Raises ValueError where the cache, or what drafts, would not fit."""
-    for name, ours, theirs in zip(SHAPE, target.shape, shape_of(loaded), strict=True):
-        if ours != theirs:
-            raise ValueError(f"the weights in {folder} have {name} {theirs!r:.100}; allowed: {ours!r:.100}, as before")

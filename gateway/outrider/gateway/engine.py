@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from opentelemetry import trace
 
@@ -33,7 +34,7 @@ from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
 from outrider.planner.forecast import Forecast, SharedStats, VerifyCosts
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
-from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
+from outrider.rpc.errors import OTHER_MODEL, DeadlineExceeded, InvalidArgument, Unavailable
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
 from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, DraftTrial, to_failure
@@ -41,6 +42,7 @@ from outrider.rpc.words.answer import GenerationDelta, Usage
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS, FinishReason
 
+HEARS_S, LOOK_S = 2.0, 0.01  # until a gateway has asked anew what a target serves; between two looks
 MEDIA_AT_ONCE = 16  # times what one request's pictures may have are held of all
 _EXPIRED = "the request's time ran out"
 _TRACER = "outrider.gateway"
@@ -310,10 +312,9 @@ class GenerationEngine:
             left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
             try:
                 prepared = await self._of_served_model(prepared)
-                texts = await self._texts_of(prepared)
                 watch.began(prepared)
-                run = self._new_run(prepared, watch, _ms_until(deadline), root is not None and root.recording)
-                async with aclosing(self._run(run, texts, deadline)) as deltas:
+                recorded = root is not None and root.recording
+                async with aclosing(self._decoded(prepared, watch, deadline, recorded)) as deltas:
                     async for delta in deltas:
                         watch.add(delta)
                         if delta.finish_reason is not None:
@@ -402,6 +403,38 @@ class GenerationEngine:
             config.media,
         )
         return await prepare(request, served)
+
+    async def _decoded(
+        self, prepared: Prepared, watch: Watch, deadline: float | None, recorded: bool
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The deltas of a request. Where its targets changed their weights as it was opened, and before this gateway
+        heard of it, it begins anew with theirs: nothing was decoded of it."""
+        while True:
+            texts = await self._texts_of(prepared)
+            run, has_begun = self._new_run(prepared, watch, _ms_until(deadline), recorded), False
+            try:
+                async with aclosing(self._run(run, texts, deadline)) as deltas:
+                    async for delta in deltas:
+                        has_begun = True
+                        yield delta
+                return
+            except Unavailable as error:
+                if has_begun or prepared.request.model_digest:
+                    raise
+                wait_s = HEARS_S if error.reason == OTHER_MODEL else 0.0
+                if not await self._hears_of_another(prepared, wait_s, deadline):
+                    raise
+            prepared = await self._of_served_model(prepared)
+
+    async def _hears_of_another(self, prepared: Prepared, wait_s: float, deadline: float | None) -> bool:
+        """Whether another model serves new requests; waits so long for it."""
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + wait_s, deadline or inf)
+        while self.verifier.info.digest_of(prepared.request.adapter) in (prepared.model_digest, None):
+            if loop.time() >= until:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     async def _run(
         self, run: RequestRun, texts: list[AnswerText], deadline: float | None

@@ -106,6 +106,28 @@ class ExpertCosts(_message.Message):
     along: float
     def __init__(self, num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_chosen: _Optional[int] = ..., expert_us: _Optional[float] = ..., along: _Optional[float] = ...) -> None: ...
 
+class ReloadWeightsRequest(_message.Message):
+    __slots__ = ("model", "drain_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drain_s: int
+    def __init__(self, model: _Optional[str] = ..., drain_s: _Optional[int] = ...) -> None: ...
+
+class ReloadWeightsResponse(_message.Message):
+    __slots__ = ("before", "after", "load_ms", "pause_ms", "num_sequences")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    before: _generation_pb2.ModelInfo
+    after: _generation_pb2.ModelInfo
+    load_ms: int
+    pause_ms: int
+    num_sequences: int
+    def __init__(self, before: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., after: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., load_ms: _Optional[int] = ..., pause_ms: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")
     NAME_FIELD_NUMBER: _ClassVar[int]

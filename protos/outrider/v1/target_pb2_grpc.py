@@ -55,6 +55,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/outrider.v1.TargetService/ReloadWeights',
+                request_serializer=outrider_dot_v1_dot_target__pb2.ReloadWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.ReloadWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -90,6 +95,16 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadWeights(self, request, context):
+        """ReloadWeights puts other weights in the place of the model's while it serves: what was opened with those of before ends
+        with them, what is of the new ones waits until then. It returns once these serve. PERMISSION_DENIED where the service
+        was not started with --allow-reload; INVALID_ARGUMENT, FAILED_PRECONDITION or RESOURCE_EXHAUSTED where they cannot be
+        used, and the model of before serves on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +127,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.ReloadWeightsRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.ReloadWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +243,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/UnloadAdapter',
             outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/ReloadWeights',
+            outrider_dot_v1_dot_target__pb2.ReloadWeightsRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.ReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -219,6 +219,7 @@ DRAFT_INFO = by_fields(
 ADAPTER = by_fields(Adapter, generation_pb2.Adapter)
 DRAFT_TRIAL = by_fields(DraftTrial, generation_pb2.DraftTrial)
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)
+RELOADED_WEIGHTS = by_fields(Reloaded, target_pb2.ReloadWeightsResponse, before=MODEL_INFO, after=MODEL_INFO)
 TARGET_INFO = by_fields(
     TargetInfo,
     target_pb2.GetTargetInfoResponse,

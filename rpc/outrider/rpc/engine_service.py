@@ -56,13 +56,13 @@ Settings = TypeVar("Settings", bound=ServerSettings)
 ServedEngine = TypeVar("ServedEngine", bound=Engine)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineService(Generic[ServedEngine]):
     """An engine behind a server that is bound and not yet serving."""
 
     server: Server
     servicer: EngineServicer
-    engine: ServedEngine
+    engine: ServedEngine  # at present
     thread: DeviceThread
     metrics: Metrics | None = None  # where they are asked for
 
@@ -134,7 +134,7 @@ def build_service(
     """Binds the server: SERVING once the model answered a forward, and while no step hangs."""
 
     async def probe() -> None:
-        await asyncio.wrap_future(thread.call(engine.probe))
+        await asyncio.wrap_future(thread.call(lambda: service.engine.probe()))
 
     def is_alive() -> bool:
         return thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
@@ -151,7 +151,8 @@ def build_service(
         tls=tls,
         health_address=settings.health,
     )
-    return EngineService(server, servicer, engine, thread, metrics)
+    service = EngineService(server, servicer, engine, thread, metrics)
+    return service
 
 
 def this_machine() -> str:

@@ -384,8 +384,8 @@ class DraftInfo:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What became of a reload: the models, how long loading took and how long nothing was drafted, and how many open
-    sequences went on."""
+    """What became of a reload: the models, how long loading took, for how long nothing was drafted, or new sequences
+    waited, and how many open sequences went on with another draft, or were ended at a target."""
 
     before: ModelInfo
     after: ModelInfo

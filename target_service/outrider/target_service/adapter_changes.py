@@ -99,6 +99,11 @@ class AdapterChanges:
         """Takes an adapter from new sequences; returns how many go on with it. Raises NotFound."""
         return await self._shielded(self._unload(name))
 
+    def move_to(self, table: AdapterTable, reader: AdapterReader, served: Sequence[Adapter]) -> None:
+        """Another engine serves, which has these."""
+        self.table, self.reader = table, reader
+        self._tell({adapter.name: adapter for adapter in served})
+
     async def _shielded(self, change: Coroutine[Any, Any, Result]) -> Result:
         task = asyncio.create_task(change)
         self._tasks.add(task)

@@ -50,6 +50,7 @@ from outrider.target_service.engines import engine_of
 from outrider.target_service.head_drafter import check_tree
 from outrider.target_service.head_trial import NO_HEAD, HeadTrials, TriedHead
 from outrider.target_service.observed import stats_of
+from outrider.target_service.reload import Successor, WeightReloads, with_weights
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
@@ -84,33 +85,88 @@ async def join(settings: TargetSettings) -> None:
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
     anybody can reach it."""
+    service: TargetService
     tried, adapters = believed_head(settings, loaded), load_adapters(settings, loaded)
-    head = tried.head
-    runner = new_runner(settings, loaded, head, adapters)
-    limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
-    grammars = new_grammars(Path(settings.model), loaded, settings.device)
-    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars, adapters)
+    assemble = partial(assembled, settings, flush=outboxes.flush, metrics=metrics)
+    engine = assemble(loaded, tried.head, adapters)
     thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
-    thread.ended.add_done_callback(lambda _: engine.close())
+    thread.ended.add_done_callback(lambda _: service.engine.close())
     costs = thread.call(engine.profile).result()
     engine.parts += thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, tried, adapters, engine.capabilities, engine.expert_costs)
-    changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
-    servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
+    info = info_of(settings, loaded, engine.limits, costs, tried, adapters, engine.capabilities, engine.expert_costs)
+    changes = new_adapter_changes(settings, loaded, engine, thread, info)
+    reloads = new_reloads(settings, loaded, tried, engine, thread, info, assemble)
+    servicer = TargetServicer(thread, outboxes, info, lambda: service.engine.load(), changes, reloads)
     if changes is not None:
         changes.listeners = [servicer.tell_adapters]
+    if reloads is not None:
+        reloads.listeners = [servicer.tell_target]
+        reloads.on_engine = partial(_serve_by, lambda: service, changes)
     if metrics is not None:
-        metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
-        if grammars is not None:
-            grammars.on_compiled = metrics.add_compiled
+        metrics.attach(lambda: stats_of(service.engine), thread, info.model, settings.vllm_metrics)
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
-    return build_service(settings, engine, thread, servicer, metrics)
+    service = build_service(settings, engine, thread, servicer, metrics)
+    return service
+
+
+def assembled(
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    head: AnyHead | None,
+    adapters: Mapping[str, LoadedAdapter],
+    *,
+    flush: Callable[[], None],
+    metrics: TargetMetrics | None,
+) -> TargetEngine:
+    """An engine over loaded weights, with a runner, a cache and grammars of its own."""
+    runner = new_runner(settings, loaded, head, adapters)
+    grammars = new_grammars(Path(settings.model), loaded, settings.device)
+    if metrics is not None and grammars is not None:
+        grammars.on_compiled = metrics.add_compiled
+    limits = limits_of(settings, loaded, runner)
+    return new_engine(settings, runner, limits, flush, metrics, head, grammars, adapters)
+
+
+def new_reloads(
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    tried: TriedHead,
+    engine: TargetEngine,
+    thread: DeviceWorker[Any],
+    info: TargetInfo,
+    assemble: Callable[[LoadedModel, AnyHead | None, Mapping[str, LoadedAdapter]], TargetEngine],
+) -> WeightReloads | None:
+    """What puts other weights in the model's place, where that is allowed."""
+    if not settings.allow_reload:
+        return None
+
+    def read(folder: Path, present: TargetInfo) -> Successor:
+        found = settings.model_copy(update={"model": folder})
+        weights = load(found)
+        head = None if tried.head is None else load_head(found, weights)
+        adapters = load_adapters(found, weights)
+        rows = tuple(_info_of_adapter(name, adapter) for name, adapter in adapters.items())
+        said = replace(with_weights(present, weights), adapters=rows)
+        return Successor(weights, said, partial(assemble, weights, head, adapters))
+
+    return WeightReloads(engine, thread, Path(settings.model), loaded, info, read)
+
+
+def _serve_by(
+    service: Callable[[], TargetService], changes: AdapterChanges | None, engine: TargetEngine, successor: Successor
+) -> None:
+    """Another engine serves: it is asked for everything, and has its own adapters."""
+    before, service().engine = service().engine, engine
+    before.close()
+    if changes is not None and engine.adapters.resident is not None:
+        reader = OwnAdapters(successor.loaded, engine.adapters.resident)
+        changes.move_to(engine.adapters.table, reader, successor.info.adapters)
 
 
 def new_engine(
@@ -152,16 +208,16 @@ def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, Lo
 def new_adapter_changes(
     settings: TargetSettings,
     loaded: LoadedModel,
-    runner: ModelRunner,
     engine: TargetEngine,
     thread: DeviceWorker[Any],
     info: TargetInfo,
 ) -> AdapterChanges | None:
     """What loads and unloads adapters, where that is allowed."""
-    if not settings.allow_adapter_changes or runner.adapters is None:
+    resident = engine.adapters.resident
+    if not settings.allow_adapter_changes or resident is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine.adapters.table, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
+    return AdapterChanges(engine.adapters.table, thread, OwnAdapters(loaded, resident), info.model.name, served)
 
 
 def _info_of_adapter(name: str, adapter: LoadedAdapter) -> Adapter:

@@ -46,6 +46,7 @@ from outrider.target_service.parts import Adapters, EnginePart, StepCosts, const
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit, with_prompt
 from outrider.target_service.steps import LaunchedStep, Steps
+from outrider.target_service.succession import Succession
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class TargetEngine:
             drawer = Drawer(limits.vocab_size, runner.model.device)
             self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
         self.profiled: Profile | None = None  # once steps were measured
+        self.succession: Succession | None = None  # another engine comes, and what is its own waits
         self.steps = Steps(runner, verifier, self.parts, clock)
         self._ahead: LaunchedStep | None = None  # launched, and not finished
         self._busy_until = 0.0  # with it the device is
@@ -116,6 +118,8 @@ class TargetEngine:
 
     def handle(self, command: TargetEngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
+        if self.succession is not None:
+            command = self.succession.sift(command)
         if isinstance(command, Detach):
             for ended in [t for t in self.scheduler.sequences.values() if t.key[0] == command.stream]:
                 self._remove(ended)
@@ -160,6 +164,20 @@ class TargetEngine:
         for target in list(self.scheduler.sequences.values()):
             self._fail(target, unexpected(error, "the engine failed; see the log", "ENGINE_FAILED"))
         self._flush()
+
+    def end_all(self, error: OutriderError) -> int:
+        """Every sequence fails so; how many there were."""
+        self._abandon_ahead()
+        ended = list(self.scheduler.sequences.values())
+        for target in ended:
+            self._fail(target, error)
+        return len(ended)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of its keys and values."""
+        cache = self._runner.cache
+        return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
 
     def probe(self) -> None:
         """A sign of life. Raises DeviceLost when the process has to end."""

@@ -175,14 +175,14 @@ class Adapters(EnginePart):
 
     def __init__(self, resident: ResidentAdapters | None, scheduler: TargetScheduler) -> None:
         self.table = AdapterTable(self._forget)
-        self._resident, self._scheduler = resident, scheduler
+        self.resident, self._scheduler = resident, scheduler
         if resident is not None:
             scheduler.turns = AdapterTurns(resident.room.num_slots)
 
     @property
     def num_swaps(self) -> int:
         """Adapters that were put on the device, since the start."""
-        return 0 if self._resident is None else self._resident.num_swaps
+        return 0 if self.resident is None else self.resident.num_swaps
 
     def find(self, message: Open, inherited: ServedAdapter | None) -> ServedAdapter | None:
         """The adapter of a new sequence, of which a fork inherits its parent's. Raises NotFound or InvalidArgument."""
@@ -208,8 +208,8 @@ class Adapters(EnginePart):
         }
 
     def _forget(self, prepared: PreparedAdapter) -> None:
-        if self._resident is not None:
-            self._resident.forget(prepared)
+        if self.resident is not None:
+            self.resident.forget(prepared)
         if self._scheduler.turns is not None:
             self._scheduler.turns.forget(prepared)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.rpc.codec import ADAPTER, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import ADAPTER, RELOADED_WEIGHTS, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import PermissionDenied, Unavailable
 from outrider.rpc.messages import (
     Adapter,
@@ -24,6 +24,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:
     from outrider.target_service.adapter_changes import AdapterChanges
+    from outrider.target_service.reload import WeightReloads
 
 
 class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
@@ -38,10 +39,11 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
         info: TargetInfo,
         load: Callable[[], Load],
         adapters: AdapterChanges | None = None,
+        reloads: WeightReloads | None = None,
     ) -> None:
-        """Without `adapters` those that there are stay."""
+        """Without `adapters` those that there are stay, without `reloads` the weights."""
         super().__init__(thread, outboxes)
-        self._info, self._load, self._adapters = info, load, adapters
+        self._info, self._load, self._adapters, self._reloads = info, load, adapters, reloads
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -59,6 +61,19 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     async def UnloadAdapter(self, request: Any, context: Any) -> target_pb2.UnloadAdapterResponse:
         """Takes an adapter from new sequences."""
         return target_pb2.UnloadAdapterResponse(num_sequences=await self._changes().unload(request.name))
+
+    async def ReloadWeights(self, request: Any, context: Any) -> target_pb2.ReloadWeightsResponse:
+        """Puts other weights in the place of the present ones."""
+        if self._reloads is None:
+            raise PermissionDenied("the target was not started with --allow-reload")
+        if self._draining:
+            raise Unavailable("the service is draining", reason="DRAINING")
+        return RELOADED_WEIGHTS.encode(await self._reloads.reload(request.model, request.drain_s))
+
+    def tell_target(self, info: TargetInfo) -> None:
+        """New sequences are of other weights: who asks is told so, and who has a stream that it is to ask again."""
+        self._info = info
+        self.info_version += 1
 
     def tell_adapters(self, adapters: Sequence[Adapter]) -> None:
         """Others are there: who asks is told so, and who has a stream that it is to ask again."""

@@ -136,6 +136,9 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     allow_adapter_changes: bool = Field(
         False, description="adapters may be loaded and unloaded while it serves: outrider adapter"
     )
+    allow_reload: bool = Field(
+        False, description="other weights may be put in the model's place while it serves: outrider admin reload"
+    )
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")
@@ -185,8 +188,12 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
         adapters = self.adapters
-        if self.allow_adapter_changes:
-            self.require_known_callers("allow_adapter_changes")
+        for name in ("allow_adapter_changes", "allow_reload"):
+            if getattr(self, name):
+                self.require_known_callers(name)
+        if self.allow_reload and (self.engine == "vllm" or self.expand):
+            other = "--engine vllm" if self.engine == "vllm" else "--expand"
+            raise ValueError(f"allow_reload (--allow-reload) is for our engine's own weights; leave {other} out")
         if self.engine != "vllm" and (self.max_adapter_rank or 0) > MOST_RANK:
             given = f"max_adapter_rank (--max-adapter-rank): is {self.max_adapter_rank}"
             raise ValueError(f"{given}; allowed: 1 to {MOST_RANK}, with --engine vllm to {MOST_RANK_ON_VLLM}")

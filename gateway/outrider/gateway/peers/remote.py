@@ -26,7 +26,15 @@ from outrider.gateway.peers.replicas import (
 from outrider.gateway.peers.routing import choose_adapters, choose_capabilities, choose_model
 from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
-from outrider.rpc.codec import ADAPTER, DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import (
+    ADAPTER,
+    DRAFT_INFO,
+    RELAYED_DRAFT_STREAM,
+    RELOADED,
+    RELOADED_WEIGHTS,
+    TARGET_INFO,
+    TARGET_STREAM,
+)
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import (
     Adapter,
@@ -70,6 +78,16 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
     asked = draft_pb2.ReloadModelRequest(model=model)
     return RELOADED.decode(await _answer(stub.ReloadModel(asked, timeout=timeout_s)))
+
+
+async def reload_weights(
+    channel: grpc.aio.Channel, model: str = "", drain_s: int = 0, timeout_s: float | None = None
+) -> Reloaded:
+    """Has a target put a model of its machine (empty: its present folder, read again) in its model's place. Raises
+    OutriderError."""
+    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    asked = target_pb2.ReloadWeightsRequest(model=model, drain_s=drain_s)
+    return RELOADED_WEIGHTS.decode(await _answer(stub.ReloadWeights(asked, timeout=timeout_s)))
 
 
 async def load_adapter(channel: grpc.aio.Channel, name: str, path: str) -> Adapter:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.journal import agrees, pruned, size_of
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
-from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.errors import OTHER_MODEL, InvalidArgument
 from outrider.rpc.messages import (
     Arithmetic,
     Commit,
@@ -400,7 +400,7 @@ class SpeculationCore:
         if failure.reason == NO_ADAPTER:  # nor then; others may have it
             self._target_opens -= 1
             return [replace(self._open_target(), refusal=failure)]
-        self.has_run |= failure.reason != DRAINING
+        self.has_run |= failure.reason not in (DRAINING, OTHER_MODEL)
         if failure.reason == PARENT_GONE and not self._parent_gone:
             self._parent_gone, self._target_opens = True, self._target_opens - 1  # nor here; the next is no fork
         if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:

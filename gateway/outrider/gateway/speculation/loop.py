@@ -206,13 +206,21 @@ class SpeculationDriver:
             wait_s = policy.room_s if refusal is not None else policy.away_s
             self._give_up_at = now + (policy.reopen_s if self.core.has_run else wait_s)
         lacks = refusal is not None and refusal.reason == NO_ADAPTER and not self.core.has_run
-        if lacks or now >= self._give_up_at:
+        if lacks or self._may_begin_anew or now >= self._give_up_at:
             self._apply(self.core.give_up(refusal or no_target(self.core.request.adapter)))
             return
         pause = TARGET_RETRY_S
         if refusal is not None:
             pause = max(pause, refusal.retry_after_ms / 1000 * self._spread())
         self._timer = self.loop.call_later(min(pause, self._give_up_at - now), self._retry_target)
+
+    @property
+    def _may_begin_anew(self) -> bool:
+        """Whether nothing is there that another model than the present one shall go on with."""
+        request = self.core.request
+        if self.core.has_run or request.output_ids or not request.model_digest:
+            return False
+        return request.model_digest != self.verifier.info.digest_of(request.adapter)
 
     def _spread(self) -> float:
         """A factor from 1 to 1.5, another one for each sequence: those that lost one target do not come back all at

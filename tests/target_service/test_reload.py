@@ -1,0 +1,165 @@
+"""Other weights in a target's place while it serves: what was begun ends with the weights of before, what comes is of
+the new ones, through gateways and drafts that run on; and what cannot be used changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.deployment import Deployment, deployed
+from support.engines import opened
+from support.fakes import until
+from support.gateways import save_toy_tokenizer
+from support.models import other_weights, save_tiny
+
+from outrider.gateway.peers.remote import reload_weights
+from outrider.llm import LLM, SamplingParams, TokensPrompt
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from outrider.rpc.messages import Close, Credit
+from outrider.rpc.servicer import Deliver, Detach
+from outrider.target_service.engine import TargetEngine
+from outrider.target_service.succession import Succession
+
+PROMPT, LONG = [11, 12, 13], 250
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def plainly(folder: Path, num_tokens: int) -> list[int]:
+    with LLM(folder, threads=1, max_model_len=400, batch_invariant=True) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        (output,) = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], sampling, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+
+async def decoded(deployment: Deployment, num_tokens: int = 24) -> list[int]:
+    speculation = {"num_draft_tokens": 3, "acceptance": 2}
+    sampling = {**GREEDY, "max_tokens": num_tokens}
+    answer = await deployment.generate(token_ids={"ids": PROMPT}, sampling=sampling, speculation=speculation)
+    return [token for part in answer for token in part.token_ids]
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[tuple[Deployment, Path, Path]]:
+    async with deployed(tmp_path, allow_target_reload=True) as deployment:
+        first = tmp_path / "target"
+        yield deployment, first, other_weights(first, tmp_path / "second", noise=0.5)
+        await deployment.settled()
+
+
+async def test_what_was_begun_ends_with_the_weights_of_before(running: tuple[Deployment, Path, Path]) -> None:
+    """Prompts that both weights have cached, a long answer under way, and others that wait for its end."""
+    deployment, first, second = running
+    old, new = await asyncio.to_thread(plainly, first, LONG), await asyncio.to_thread(plainly, second, LONG)
+    assert old[:24] != new[:24] and await decoded(deployment) == old[:24]
+    before = deployment.target.engine
+    long = asyncio.create_task(decoded(deployment, LONG))
+    await until(lambda: bool(before.scheduler.sequences))
+    change = asyncio.create_task(reload_weights(deployment.to_target, str(second), 60))
+    await until(lambda: before.succession is not None)
+    digest = deployment.gateway.engine.verifier.info.model.digest
+    await until(lambda: deployment.gateway.engine.verifier.info.model.digest != digest)
+    others = [asyncio.create_task(decoded(deployment)) for _ in range(3)]
+    assert await long == old
+    assert [await other for other in others] == [new[:24]] * 3
+    done = await change
+    assert done.num_sequences == 0 and done.before.digest == digest != done.after.digest
+    assert done.after.name == done.before.name
+    assert deployment.target.engine is not before and not before.scheduler.sequences
+    assert await decoded(deployment, LONG) == new
+    back = await reload_weights(deployment.to_target, str(first), 60)
+    assert back.after.digest == digest and await decoded(deployment) == old[:24]
+
+
+async def test_what_is_not_waited_for_fails(running: tuple[Deployment, Path, Path]) -> None:
+    """No other target has the weights that it began with: the request says so, and others go on."""
+    deployment, _, second = running
+    long = asyncio.create_task(decoded(deployment, LONG))
+    engine = deployment.target.engine
+    await until(lambda: any(len(one.sequence) > 20 for one in engine.scheduler.sequences.values()))
+    done = await reload_weights(deployment.to_target, str(second), 0)
+    assert done.num_sequences == 1
+    assert await decoded(deployment) == (await asyncio.to_thread(plainly, second, 24))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(long, 60)
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def test_what_cannot_be_used_changes_nothing(running: tuple[Deployment, Path, Path], tmp_path: Path) -> None:
+    deployment, _, second = running
+    wide = save_toy_tokenizer(save_tiny(tmp_path / "wide", vocab_size=400, hidden_size=128))
+    family = save_toy_tokenizer(save_tiny(tmp_path / "family", "qwen2", vocab_size=400))
+    broken = shutil.copytree(second, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    expected = await decoded(deployment)
+    wrong = [
+        (wide, "hidden_size 128; allowed"),
+        (family, "model_type 'qwen2'; allowed: 'llama'"),
+        (broken, "cannot be used"),
+        (tmp_path / "nowhere", "there is no such folder"),
+    ]
+    for folder, message in wrong:
+        with pytest.raises(InvalidArgument, match=message):
+            await reload_weights(deployment.to_target, str(folder), 1)
+        assert await decoded(deployment) == expected
+    same = await reload_weights(deployment.to_target)  # the present folder, read again
+    assert same.before == same.after and await decoded(deployment) == expected
+
+
+async def test_an_engine_that_cannot_start_leaves_the_present_one(
+    running: tuple[Deployment, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment, _, second = running
+    expected, before = await decoded(deployment), deployment.target.engine
+
+    def fails(engine: TargetEngine, known: Any = None) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetEngine, "profile", fails)
+        with pytest.raises(FailedPrecondition, match=r"no room; .* serves on"):
+            await reload_weights(deployment.to_target, str(second), 1)
+    assert deployment.target.engine is before and before.succession is None
+    assert await decoded(deployment) == expected
+
+
+async def test_one_change_at_a_time_and_only_where_it_is_allowed(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as deployment:
+        with pytest.raises(PermissionDenied, match="--allow-reload"):
+            await reload_weights(deployment.to_target, str(tmp_path / "target"))
+    async with deployed(tmp_path / "again", allow_target_reload=True) as deployment:
+        long = asyncio.create_task(decoded(deployment, LONG))
+        engine = deployment.target.engine
+        await until(lambda: bool(engine.scheduler.sequences))
+        first = asyncio.create_task(reload_weights(deployment.to_target, "", 60))
+        await until(lambda: engine.succession is not None)
+        with pytest.raises(FailedPrecondition, match="another reload is under way"):
+            await reload_weights(deployment.to_target, "", 60)
+        await long
+        await first
+
+
+def test_commands_are_told_apart_by_the_weights_that_they_name() -> None:
+    """In order, forks and all that follows an Open with it; the end of a stream is both engines'."""
+
+    def of(number: int, digest: str = "", **more: Any) -> Any:
+        return replace(opened(number, [5, 6]), model_digest=digest, **more)
+
+    succession, sink = Succession({"new", "new+adapter"}), lambda event: None
+    first = Deliver(1, [of(1, "old"), of(2, "new"), Credit(1, 9, 0), Credit(2, 9, 0)], sink)
+    own = succession.sift(first)
+    assert isinstance(own, Deliver) and [message.sequence_id for message in own.messages] == [1, 1]
+    fork = of(3, "", fork_of=2, prompt_ids=())
+    second = Deliver(1, [fork, of(4, "new+adapter"), of(5), Close(2), Close(1)], sink)
+    own = succession.sift(second)
+    assert isinstance(own, Deliver) and [message.sequence_id for message in own.messages] == [5, 1]
+    elsewhere = succession.sift(Deliver(2, [Credit(2, 9, 0)], sink))  # another stream's sequence of that number
+    assert isinstance(elsewhere, Deliver) and len(elsewhere.messages) == 1
+    assert succession.sift(Detach(1)) == Detach(1)
+    held = [[message.sequence_id for message in one.messages] for one in succession.held if isinstance(one, Deliver)]
+    assert held == [[2, 2], [3, 4, 2]] and succession.held[-1] == Detach(1)
