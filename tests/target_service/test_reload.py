@@ -4,6 +4,7 @@ the new ones, through gateways and drafts that run on; and what cannot be used c
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from support.fakes import until
 from support.gateways import save_toy_tokenizer
 from support.models import other_weights, save_tiny
 
+from outrider.cli.reload import main
 from outrider.gateway.peers.remote import reload_weights
 from outrider.llm import LLM, SamplingParams, TokensPrompt
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, PermissionDenied
@@ -163,3 +165,19 @@ def test_commands_are_told_apart_by_the_weights_that_they_name() -> None:
     assert succession.sift(Detach(1)) == Detach(1)
     held = [[message.sequence_id for message in one.messages] for one in succession.held if isinstance(one, Deliver)]
     assert held == [[2, 2], [3, 4, 2]] and succession.held[-1] == Detach(1)
+
+
+async def test_the_command_says_what_serves(
+    running: tuple[Deployment, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment, _, second = running
+    at = ["--target", deployment.target.server.address, "--model", str(second)]
+    assert await asyncio.to_thread(main, [*at, "--drain-s", "5"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"before  target \w{12}\nloaded in .* waited for \d+ ms; 0 open sequences ended before", said)
+    digest = deployment.target.servicer._info.model.digest  # type: ignore[attr-defined]
+    assert f"after   target {digest[:12]}" in said
+    assert await asyncio.to_thread(main, [*at[:2], "--model", "nowhere"]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["--model", "x"]) == 1
+    assert "draft: is not given; allowed: --draft ADDRESS, or --target ADDRESS alone" in capsys.readouterr().err
