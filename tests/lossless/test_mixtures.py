@@ -94,6 +94,7 @@ def test_in_few_bits(pair: Pair, rounding: str) -> None:
         assert decoded(pair, way, quantization=rounding)[0] == plain
 
 
+@pytest.mark.timeout(1800)  # the long form decodes a million tokens
 def test_a_trained_mixture_says_the_same_with_drafts(prove: bool) -> None:
     """The pair's, by the pair's draft, by itself in 4 bits and by what it wrote; in batches that share experts."""
     pair, sampling = pair_path(), SamplingParams(temperature=0.0, max_tokens=256 if prove else 48, ignore_eos=True)
