@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,13 @@ from support.models import other_weights, save_tiny
 
 from outrider.cli.reload import main
 from outrider.gateway.peers.remote import reload_weights
+from outrider.gateway.speculation.backends import VerifierLink
 from outrider.llm import LLM, SamplingParams, TokensPrompt
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, PermissionDenied
-from outrider.rpc.messages import Close, Credit
+from outrider.rpc.messages import Close, Credit, TargetInfo
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.engine import TargetEngine
+from outrider.target_service.reload import Successor
 from outrider.target_service.succession import Succession
 
 PROMPT, LONG = [11, 12, 13], 250
@@ -46,6 +49,15 @@ async def decoded(deployment: Deployment, num_tokens: int = 24) -> list[int]:
     return [token for part in answer for token in part.token_ids]
 
 
+def held_open(deployment: Deployment) -> VerifierLink:
+    """A sequence of the present weights that runs no step, and stays until it is closed."""
+    verifier = deployment.gateway.engine.verifier
+    request = replace(opened(0, PROMPT, max_tokens=4), model_digest=verifier.info.model.digest)
+    link = verifier.open(request, lambda event: None)
+    assert link is not None
+    return link
+
+
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[tuple[Deployment, Path, Path]]:
     async with deployed(tmp_path, allow_target_reload=True) as deployment:
@@ -60,14 +72,18 @@ async def test_what_was_begun_ends_with_the_weights_of_before(running: tuple[Dep
     old, new = await asyncio.to_thread(plainly, first, LONG), await asyncio.to_thread(plainly, second, LONG)
     assert old[:24] != new[:24] and await decoded(deployment) == old[:24]
     before = deployment.target.engine
+    link = held_open(deployment)
     long = asyncio.create_task(decoded(deployment, LONG))
-    await until(lambda: bool(before.scheduler.sequences))
+    await until(lambda: len(before.scheduler.sequences) == 2)
     change = asyncio.create_task(reload_weights(deployment.to_target, str(second), 60))
     await until(lambda: before.succession is not None)
     digest = deployment.gateway.engine.verifier.info.model.digest
     await until(lambda: deployment.gateway.engine.verifier.info.model.digest != digest)
     others = [asyncio.create_task(decoded(deployment)) for _ in range(3)]
     assert await long == old
+    await asyncio.sleep(0.05)
+    assert not any(other.done() for other in others) and not change.done()
+    link.close()
     assert [await other for other in others] == [new[:24]] * 3
     done = await change
     assert done.num_sequences == 0 and done.before.digest == digest != done.after.digest
@@ -81,11 +97,27 @@ async def test_what_was_begun_ends_with_the_weights_of_before(running: tuple[Dep
 async def test_what_is_not_waited_for_fails(running: tuple[Deployment, Path, Path]) -> None:
     """No other target has the weights that it began with: the request says so, and others go on."""
     deployment, _, second = running
+    reloads, built, may_go_on = deployment.target.servicer._reloads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    read, engine = reloads.read, deployment.target.engine
+
+    def held_back(folder: Path, present: TargetInfo) -> Successor:
+        successor: Successor = read(folder, present)
+
+        def build() -> TargetEngine:
+            made = successor.build()
+            built.set()
+            may_go_on.wait(60)
+            return made
+
+        return replace(successor, build=build)
+
+    reloads.read = held_back
+    change = asyncio.create_task(reload_weights(deployment.to_target, str(second), 0))
+    await asyncio.to_thread(built.wait, 60)
     long = asyncio.create_task(decoded(deployment, LONG))
-    engine = deployment.target.engine
     await until(lambda: any(len(one.sequence) > 20 for one in engine.scheduler.sequences.values()))
-    done = await reload_weights(deployment.to_target, str(second), 0)
-    assert done.num_sequences == 1
+    may_go_on.set()
+    assert (await change).num_sequences == 1
     assert await decoded(deployment) == (await asyncio.to_thread(plainly, second, 24))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(long, 60)
@@ -135,14 +167,13 @@ async def test_one_change_at_a_time_and_only_where_it_is_allowed(tmp_path: Path)
         with pytest.raises(PermissionDenied, match="--allow-reload"):
             await reload_weights(deployment.to_target, str(tmp_path / "target"))
     async with deployed(tmp_path / "again", allow_target_reload=True) as deployment:
-        long = asyncio.create_task(decoded(deployment, LONG))
-        engine = deployment.target.engine
+        link, engine = held_open(deployment), deployment.target.engine
         await until(lambda: bool(engine.scheduler.sequences))
         first = asyncio.create_task(reload_weights(deployment.to_target, "", 60))
         await until(lambda: engine.succession is not None)
         with pytest.raises(FailedPrecondition, match="another reload is under way"):
             await reload_weights(deployment.to_target, "", 60)
-        await long
+        link.close()
         await first
 
 
