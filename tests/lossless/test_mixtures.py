@@ -101,7 +101,9 @@ def test_a_trained_mixture_says_the_same_with_drafts(prove: bool) -> None:
     ids = Tokenizer.load(pair.mixture).encode(HELD_OUT.read_text())
     count = 1000 if prove else 24
     starts = [place * (len(ids) - 48) // count for place in range(count)]
-    prompts = [TokensPrompt(prompt_token_ids=ids[start : start + 8 + start % 40]) for start in starts]
+    texts = [ids[start : start + 8 + place % 40] for place, start in enumerate(starts)]
+    prompts = [TokensPrompt(prompt_token_ids=text) for text in texts]
+    assert len(set(map(tuple, texts))) == count
     found = []
     for config in (None, {"model": "python/draft"}, {"model": "self:int4"}, {"method": "suffix"}):
         drafts = None if config is None else config | {"num_speculative_tokens": 4, "draft_trial": "off"}
@@ -116,7 +118,7 @@ def test_a_trained_mixture_says_the_same_with_drafts(prove: bool) -> None:
             drafted, accepted = (counts[f"vllm:spec_decode_num_{kind}_tokens"].value for kind in ("draft", "accepted"))
             assert accepted > 0.1 * drafted, (config, drafted, accepted)
     assert all(tokens == found[0] for tokens in found[1:])
-    assert len({tuple(tokens) for tokens in found[0]}) > 0.9 * count
+    assert len({tuple(tokens) for tokens in found[0]}) > 0.8 * count
 
 
 def test_a_warm_cache_changes_no_token(pair: Pair) -> None:
