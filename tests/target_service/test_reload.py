@@ -206,7 +206,7 @@ async def test_the_command_says_what_serves(
     assert await asyncio.to_thread(main, [*at, "--drain-s", "5"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"before  target \w{12}\nloaded in .* waited for \d+ ms; 0 open sequences ended before", said)
-    digest = deployment.target.servicer._info.model.digest  # type: ignore[attr-defined]
+    digest = deployment.target.servicer.info.model.digest  # type: ignore[attr-defined]
     assert f"after   target {digest[:12]}" in said
     assert await asyncio.to_thread(main, [*at[:2], "--model", "nowhere"]) == 1
     assert "there is no such folder" in capsys.readouterr().err

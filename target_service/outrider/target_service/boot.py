@@ -99,7 +99,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     engine.parts += thread_split(settings.threads, loaded.kernels, costs)
     info = info_of(settings, loaded, engine.limits, costs, tried, adapters, engine.capabilities, engine.expert_costs)
     changes = new_adapter_changes(settings, loaded, engine, thread, info)
-    reloads = new_reloads(settings, loaded, tried, engine, thread, info, assemble)
+    reloads = new_reloads(settings, loaded, tried, engine, thread, lambda: servicer.info, assemble)
     servicer = TargetServicer(thread, outboxes, info, lambda: service.engine.load(), changes, reloads)
     if changes is not None:
         changes.listeners = [servicer.tell_adapters]
@@ -139,23 +139,24 @@ def new_reloads(
     tried: TriedHead,
     engine: TargetEngine,
     thread: DeviceWorker[Any],
-    info: TargetInfo,
+    said: Callable[[], TargetInfo],
     assemble: Callable[[LoadedModel, AnyHead | None, Mapping[str, LoadedAdapter]], TargetEngine],
 ) -> WeightReloads | None:
     """What puts other weights in the model's place, where that is allowed."""
     if not settings.allow_reload:
         return None
+    has_head = tried.head is not None
 
     def read(folder: Path, present: TargetInfo) -> Successor:
         found = settings.model_copy(update={"model": folder})
         weights = load(found)
-        head = None if tried.head is None else load_head(found, weights)
+        head = load_head(found, weights) if has_head else None
         adapters = load_adapters(found, weights)
         rows = tuple(_info_of_adapter(name, adapter) for name, adapter in adapters.items())
         said = replace(with_weights(present, weights), adapters=rows)
         return Successor(weights, said, partial(assemble, weights, head, adapters))
 
-    return WeightReloads(engine, thread, Path(settings.model), loaded, info, read)
+    return WeightReloads(engine, thread, Path(settings.model), loaded, said, read)
 
 
 def _serve_by(

@@ -79,7 +79,7 @@ class WeightReloads:
     thread: DeviceWorker[Any]
     folder: Path  # of the present weights
     loaded: LoadedModel
-    info: TargetInfo
+    said: Callable[[], TargetInfo]  # what is said of the target now
     read: Callable[[Path, TargetInfo], Successor]  # raises ValueError, and what libraries that read weights raise
     listeners: Sequence[Callable[[TargetInfo], None]] = ()  # are told which ones new sequences are of
     on_engine: Callable[[TargetEngine, Successor], None] = lambda engine, successor: None  # is told which one serves
@@ -95,7 +95,7 @@ class WeightReloads:
         return await asyncio.shield(self._task)
 
     async def _reload(self, folder: Path, drain_s: float) -> Reloaded:
-        before, began = self.info, time.monotonic()
+        before, began = self.said(), time.monotonic()
         is_on_cpu = self.loaded.model.device.type == "cpu"
         try:
             successor = await asyncio.to_thread(self._read, folder)
@@ -128,10 +128,11 @@ class WeightReloads:
     def _read(self, folder: Path) -> Successor:
         if not folder.is_dir():
             raise FileNotFoundError("there is no such folder")
-        require_same_tokenizer(folder, self.info.model.tokenizer_fingerprint)
+        present = self.said()
+        require_same_tokenizer(folder, present.model.tokenizer_fingerprint)
         cache = self.engine.cache_bytes if self.loaded.model.device.type == "cpu" else 0
         require_room(folder, self.loaded, cache, "another target with them elsewhere, and to drain this one")
-        successor = self.read(folder, self.info)
+        successor = self.read(folder, present)
         require_same_shape(folder, successor.loaded, shape_of(self.loaded))
         return successor
 
@@ -168,7 +169,6 @@ class WeightReloads:
             self.engine.handle(command)
 
     def _tell(self, info: TargetInfo) -> None:
-        self.info = info
         for listener in self.listeners:
             listener(info)
 

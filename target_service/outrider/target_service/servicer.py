@@ -43,7 +43,8 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         """Without `adapters` those that there are stay, without `reloads` the weights."""
         super().__init__(thread, outboxes)
-        self._info, self._load, self._adapters, self._reloads = info, load, adapters, reloads
+        self.info = info
+        self._load, self._adapters, self._reloads = load, adapters, reloads
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -51,7 +52,7 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
 
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
         """Describes the model, its limits and its load."""
-        return TARGET_INFO.encode(replace(self._info, load=self._load(), info_version=self.info_version))
+        return TARGET_INFO.encode(replace(self.info, load=self._load(), info_version=self.info_version))
 
     async def LoadAdapter(self, request: Any, context: Any) -> target_pb2.LoadAdapterResponse:
         """Adds an adapter."""
@@ -72,12 +73,12 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
 
     def tell_target(self, info: TargetInfo) -> None:
         """New sequences are of other weights: who asks is told so, and who has a stream that it is to ask again."""
-        self._info = info
+        self.info = info
         self.info_version += 1
 
     def tell_adapters(self, adapters: Sequence[Adapter]) -> None:
         """Others are there: who asks is told so, and who has a stream that it is to ask again."""
-        self._info = replace(self._info, adapters=tuple(adapters))
+        self.info = replace(self.info, adapters=tuple(adapters))
         self.info_version += 1
 
     def _changes(self) -> AdapterChanges:
