@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
+from safetensors.torch import load_file
+from support.adapters import save_adapter
 from support.deployment import Deployment, deployed
 from support.engines import opened
 from support.fakes import until
@@ -21,9 +23,10 @@ from support.gateways import save_toy_tokenizer
 from support.models import other_weights, save_tiny
 
 from outrider.cli.reload import main
-from outrider.gateway.peers.remote import reload_weights
+from outrider.gateway.peers.remote import load_adapter, reload_weights
 from outrider.gateway.speculation.backends import VerifierLink
 from outrider.llm import LLM, SamplingParams, TokensPrompt
+from outrider.llm.lora.request import LoRARequest
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from outrider.rpc.messages import Close, Credit, TargetInfo
 from outrider.rpc.servicer import Deliver, Detach
@@ -212,3 +215,31 @@ async def test_the_command_says_what_serves(
     assert "there is no such folder" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["--model", "x"]) == 1
     assert "draft: is not given; allowed: --draft ADDRESS, or --target ADDRESS alone" in capsys.readouterr().err
+
+
+async def test_adapters_are_loaded_anew_for_the_new_weights(tmp_path: Path) -> None:
+    async with deployed(tmp_path, allow_adapter_changes=True, allow_target_reload=True) as deployment:
+        second = other_weights(tmp_path / "target", tmp_path / "second", noise=0.5)
+        state = load_file(tmp_path / "target" / "model.safetensors")
+        adapter = save_adapter(tmp_path / "adapter", {n: t for n, t in state.items() if "layers" in n}, scale=0.3)
+        verifier = deployment.gateway.engine.verifier
+
+        async def adapted() -> list[int]:
+            await until(lambda: bool(verifier.info.adapters))
+            sampling = {**GREEDY, "max_tokens": 16}
+            answer = await deployment.generate(token_ids={"ids": PROMPT}, sampling=sampling, adapter="one")
+            return [token for part in answer for token in part.token_ids]
+
+        first = await load_adapter(deployment.to_target, "one", str(adapter))
+        of_first = await adapted()
+        await reload_weights(deployment.to_target, str(second), 10)
+        await until(lambda: not verifier.info.adapters)
+        again = await load_adapter(deployment.to_target, "one", str(adapter))
+        assert again.digest != first.digest and await adapted() != of_first
+        asked = LoRARequest("one", 1, str(adapter))
+        with LLM(second, threads=1, max_model_len=400, batch_invariant=True, enable_lora=True) as llm:
+            sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+            prompt = TokensPrompt(prompt_token_ids=PROMPT)
+            (output,) = await asyncio.to_thread(llm.generate, [prompt], sampling, use_tqdm=False, lora_request=asked)
+        assert await adapted() == list(output.outputs[0].token_ids)
+        await deployment.settled()
