@@ -10,7 +10,9 @@ from support.deployment import Deployment, deployed
 
 @pytest.fixture(scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
-    async with deployed(tmp_path_factory.mktemp("models"), allow_adapter_changes=True) as deployment:
+    async with deployed(
+        tmp_path_factory.mktemp("models"), allow_adapter_changes=True, allow_target_reload=True
+    ) as deployment:
         yield deployment
 
 

@@ -346,7 +346,7 @@ METHODS: dict[str, Any] = {  # with the message that each takes
     for method in service.methods
 }
 TRIED_ABOVE = {"TargetService/Verify", "DraftService/Propose", "GenerationService/Generate"}
-SLOW = {"DraftService/PutVocabulary", "DraftService/ReloadModel"}
+SLOW = {"DraftService/PutVocabulary", "DraftService/ReloadModel", "TargetService/ReloadWeights"}
 LOAD, UNLOAD = "TargetService/LoadAdapter", "TargetService/UnloadAdapter"
 
 
