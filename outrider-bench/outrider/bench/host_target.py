@@ -81,6 +81,7 @@ class IdleRunner:
 
     def __init__(self, max_rows: int, captured: SleepingDevice | None) -> None:
         self.model, self.block_size, self.last_pass = IdleModel(), BLOCK, lambda: 1
+        self.last_woken, self.census = lambda: 0, None  # it has no experts
         self.adapters = self.hidden_states = None
         self.captured = captured
         self._limits = StepLimits(max_rows, 256, 33)
