@@ -99,3 +99,5 @@ def test_what_an_expert_costs_is_measured() -> None:
     assert (found.num_layers, found.num_experts, found.num_chosen) == (2, 16, 2)
     assert found.expert_us == pytest.approx(50) and 0.3 < found.along <= 1
     assert measure_experts(runner, pool, costs[:1]) is None  # one row wakes those of one row
+    small = BlockPool(1)  # has room for eight rows, and nothing before them
+    assert measure_experts(runner, small, costs[:4]) is not None and small.num_free == 1

@@ -44,9 +44,9 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.errors import FailedPrecondition, Unavailable
+from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, Unavailable
 from outrider.rpc.generation_codec import encode_delta
-from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
+from outrider.rpc.messages import Commit, DraftInfo, TargetInfo, to_failure
 from outrider.rpc.pair import check_pair
 from outrider.rpc.server import Server
 from outrider.rpc.words.request import GenerationRequest
@@ -331,6 +331,46 @@ async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
         target.info = replace(target_info(digest=digest), step_costs=((1, cost),))
         assert [delta async for delta in engine.generate(asked)]
     assert profiles == [((1, 100),), ((1, 900),)]
+
+
+class ChangingTarget(ToyTarget):
+    """Whose weights change as a sequence comes, and who says so a moment later; `refuses`: it is the target that tells,
+    else the gateway knows before it could place the sequence."""
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__(rule=new_rule, info=target_info(digest="d1"))
+        self.refuses, self.asked = refuses, list[str]()
+
+    def open(self, request: Any, on_event: Any, *more: Any, **named: Any) -> Any:
+        self.asked.append(request.model_digest)
+        if request.model_digest == "d2":
+            return super().open(request, on_event, *more, **named)
+        loop = asyncio.get_running_loop()
+        if not self.refuses:
+            self.info = target_info(digest="d2")
+            return None
+        link = super().open(replace(request, sequence_id=0), lambda event: None, *more, **named)
+        loop.call_soon(on_event, to_failure(0, Unavailable("another model's", reason=OTHER_MODEL)))
+        loop.call_later(0.1, setattr, self, "info", target_info(digest="d2"))
+        return link
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_what_a_change_meets_as_it_is_opened_begins_anew(refuses: bool, tmp_path: Path) -> None:
+    """At once, and with the new weights alone; who asked for the old ones is told."""
+    train_byte_level().save(str(tmp_path / "tokenizer.json"))
+    asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=6))
+    target = ChangingTarget(refuses)
+    engine = GenerationEngine(Tokenizer.load(tmp_path), target, config=EngineConfig(num_draft_tokens=0, away_wait_s=60))
+    async with asyncio.timeout(10):
+        deltas = [delta async for delta in engine.generate(asked)]
+    assert [token for delta in deltas for token in delta.token_ids] == expected(PROMPT, 6, new_rule)
+    assert deltas[0].model_digest == "d2" and target.asked[0] == "d1" and target.asked[-1] == "d2"
+    again = ChangingTarget(refuses)
+    engine = GenerationEngine(Tokenizer.load(tmp_path), again, config=EngineConfig(num_draft_tokens=0, away_wait_s=60))
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(10):
+            assert [delta async for delta in engine.generate(replace(asked, model_digest="d1"))]
 
 
 async def test_what_the_gateway_says_of_itself_follows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from support.models import other_weights, save_tiny, train_byte_level
 
 from outrider.llm import LLM, SamplingParams, TokensPrompt, Unsupported
 from outrider.llm.weights import Doorway
+from outrider.rpc.hub import ModelNotFound
 
 VOCAB = 400
 PROMPTS = [TokensPrompt(prompt_token_ids=[3 + (7 * i + 5 * j) % 390 for j in range(20)]) for i in range(4)]
@@ -142,6 +144,9 @@ def test_what_cannot_be_used_changes_nothing(folders: Folders, tmp_path: Path) -
         with pytest.raises(Unsupported, match="init_weight_transfer_engine"):
             llm.init_weight_transfer_engine({"init_info": {"master_port": 1}})
         assert decoded(llm) == before
+        with pytest.raises(ModelNotFound):
+            llm.update_weights("nobody/nothing")
+        llm.start_weight_update()  # what was refused has begun none
 
 
 def test_a_start_that_fails_takes_the_weights_of_before(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +171,10 @@ def test_memory_is_given_back_and_taken_again(folders: Folders, level: int) -> N
     config = {"method": "suffix", "num_speculative_tokens": 4}
     with LLM(folders.first, acceptance="coupled", speculative_config=config, **OPTIONS) as llm:
         before, target = decoded(llm), llm._backend.target  # type: ignore[attr-defined]
+        kept = [weakref.ref(target.engine.cache), weakref.ref(target.loaded.model)]
+        assert all(one() is not None for one in kept)
         llm.sleep(level)
+        assert [one() is not None for one in kept] == [False, level == 1], "memory is given back"
         assert target.is_asleep and not hasattr(target, "engine") and (target.loaded is None) == (level == 2)
         assert llm.reset_prefix_cache() and llm.get_metrics()
         with pytest.raises(RuntimeError, match=r"asleep; call wake_up\(\) first"):

@@ -4,9 +4,11 @@ the new ones, through gateways and drafts that run on; and what cannot be used c
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +217,18 @@ async def test_the_command_says_what_serves(
     assert "there is no such folder" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["--model", "x"]) == 1
     assert "draft: is not given; allowed: --draft ADDRESS, or --target ADDRESS alone" in capsys.readouterr().err
+
+
+async def test_nothing_is_kept_of_what_served_before(running: tuple[Deployment, Path, Path]) -> None:
+    deployment, _, second = running
+    await decoded(deployment)
+    engine = deployment.target.engine
+    kept: list[Any] = [weakref.ref(engine.cache), weakref.ref(engine._runner.model)]
+    del engine
+    await reload_weights(deployment.to_target, str(second), 10)
+    await decoded(deployment)
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 async def test_adapters_are_loaded_anew_for_the_new_weights(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_model_accepts_all_of_its_own_drafts(library: Path, tmp_path: Path) ->
 def test_a_mixture_learns_to_use_its_experts_and_leaves_as_it_was_trained(library: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 320, "moe_intermediate_size": 32}
     model = mixture.new_mixture(mixture.SHAPE | sizes)
-    losses = train(model, mixture.balanced_loss(model, False), PLAN, corpus_batches(PLAN, random_stream()))
+    losses = train(model, mixture.balanced_loss(model), PLAN, corpus_batches(PLAN, random_stream()))
     assert losses[-1] < 0.8 * losses[0]
     tokenizer = train_tokenizer((file.text for file in read_sources(library)), vocab_size=320)
     mixture.export_mixture(model, tokenizer, tmp_path / "mixture")

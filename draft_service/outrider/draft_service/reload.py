@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,20 @@ import torch
 from outrider.draft_service.admission import ModelMethod
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine import checkpoint
-from outrider.engine.loader import DTYPES
+from outrider.engine.loader import loaded_bytes
 from outrider.engine.memory import free_bytes
 from outrider.rpc.engine_service import DeviceThread
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Violation,
+    one_line,
+)
 from outrider.rpc.hub import is_hub_id, locate
 from outrider.rpc.messages import ModelInfo, Reloaded
+from outrider.rpc.reloads import OneReload
 from outrider.rpc.vocabulary import read_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -43,16 +51,12 @@ class Reloads:
     allow_hub: bool = False  # whether callers may have a model downloaded
     listeners: Sequence[Callable[[ModelInfo], None]] = ()  # are told which one drafts
     on_method: Callable[[ModelMethod], None] = lambda method: None  # is told how, before these
-    _task: asyncio.Task[Reloaded] | None = None
+    _one: OneReload = field(default_factory=OneReload)
 
     async def reload(self, model: str) -> Reloaded:
         """Puts a model (empty: the present one's folder, read again) in the place of the present one; it goes on where
         its caller leaves. Raises InvalidArgument, FailedPrecondition and ResourceExhausted."""
-        if self._task is not None and not self._task.done():
-            raise FailedPrecondition("another reload is under way; wait for its end", reason="RELOADING")
-        self._task = asyncio.create_task(self._reload(Path(model) if model else self.folder))
-        self._task.add_done_callback(_note_failure)  # its caller may have left
-        return await asyncio.shield(self._task)
+        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder))
 
     async def _reload(self, model: Path) -> Reloaded:
         before, began = self.info, time.monotonic()
@@ -66,7 +70,7 @@ class Reloads:
             pause_s, num_sequences = await asyncio.wrap_future(self.thread.call(partial(self._swap, method)))
         except (ValueError, MemoryError, RuntimeError) as error:  # the engine's and PyTorch's, of memory for one
             raise FailedPrecondition(
-                f"model: {model} cannot be used: {_line(error)}; {before.name} drafts on", reason="NOT_LOADED"
+                f"model: {model} cannot be used: {one_line(error)}; {before.name} drafts on", reason="NOT_LOADED"
             ) from error
         after = replace(after, mapped_fingerprints=before.mapped_fingerprints)
         self.folder, self.info = folder, after
@@ -91,7 +95,7 @@ class Reloads:
         except OutriderError:
             raise
         except Exception as error:  # the libraries that read a checkpoint have errors of their own
-            problem = f"is {str(model)!r:.200}, which cannot be loaded ({_line(error)})"
+            problem = f"is {str(model)!r:.200}, which cannot be loaded ({one_line(error)})"
             allowed = "the folder of a checkpoint with the tokenizer of the present one"
             raise InvalidArgument.of([Violation("model", f"{problem}; allowed: {allowed}")]) from error
 
@@ -119,26 +123,15 @@ class Reloads:
         return time.monotonic() - began, num_sequences
 
 
-def _note_failure(task: asyncio.Task[Reloaded]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.warning("no reload: %s", _line(error))
-
-
 def require_memory(folder: Path, present: ModelMethod) -> None:
     """Raises ResourceExhausted where a folder's weights, with a cache like the present one, find no room beside it."""
     runner = present.proposer.runner
     model, cache = runner.model, runner.cache
-    stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", torch.float32)
-    weights = sum(file.stat().st_size for file in checkpoint.weight_files(folder, lone=True))
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) if model.device.type == "cpu" else 0
-    needed, free = weights * model.dtype.itemsize // stored.itemsize + held, free_bytes(model.device)
+    needed, free = loaded_bytes(folder, model.dtype, lone_file=True) + held, free_bytes(model.device)
     if needed > free:
         raise ResourceExhausted(
             f"model: {folder} needs {needed >> 20} MiB beside the present model, and {free >> 20} MiB are free; "
             "start another draft with it elsewhere, and drain this one",
             reason="NO_MEMORY",
         )
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -82,6 +82,13 @@ class LoadedModel:
         return self.model.max_model_len
 
 
+def loaded_bytes(folder: Path, dtype: torch.dtype, *, lone_file: bool = False) -> int:
+    """What a folder's weights take once they are loaded in that type, as far as its files say."""
+    stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", torch.float32)
+    size = sum(file.stat().st_size for file in checkpoint.weight_files(folder, lone=lone_file))
+    return size * dtype.itemsize // stored.itemsize
+
+
 def load_model(
     path: str | Path,
     *,

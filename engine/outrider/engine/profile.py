@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from math import log1p
+from typing import NamedTuple
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
@@ -26,6 +27,21 @@ SHAPE_S = 0.25  # a number of rows is not repeated any more once it took so long
 BUDGET_S = 3.0  # for all together
 
 StepProfile = tuple[tuple[int, int], ...]  # rows and microseconds, by rising rows
+
+
+class Profile(NamedTuple):
+    """What passes take."""
+
+    steps: StepProfile  # by their rows
+    context_us: float  # more for each token that they look back on
+    experts: ExpertCosts | None  # more for each expert that they wake
+
+
+def measure(runner: ModelRunner, pool: BlockPool, max_rows: int, max_model_len: int) -> Profile:
+    """All of it."""
+    steps = measure_steps(runner, pool, max_rows, max_model_len)
+    context_us = measure_context(runner, pool, steps, max_model_len)
+    return Profile(steps, context_us, measure_experts(runner, pool, steps))
 
 
 def measure_steps(
@@ -95,11 +111,11 @@ def measure_experts(
     num_rows = max((rows for rows, us in costs if rows <= EXPERT_ROWS and 1e-6 * us <= SHAPE_S), default=1)
     if runner.census is None or num_rows < 2:
         return None
-    mixture, context = runner.census.mixture, runner.block_size
-    table = pool.allocate(-(-(context + num_rows) // runner.block_size))
+    mixture = runner.census.mixture
+    table = pool.allocate(-(-num_rows // runner.block_size))  # nothing before the rows: so many had room already
     try:
         (alike, alike_us), (apart, apart_us) = (
-            _woken(runner, partial(_pass, runner, context, num_rows, table, stride), clock) for stride in (0, STRIDE)
+            _woken(runner, partial(_pass, runner, 0, num_rows, table, stride), clock) for stride in (0, STRIDE)
         )
     except Exception:
         log.exception("what an expert costs could not be measured")

@@ -159,6 +159,7 @@ class DeviceWorker(Generic[Command]):
             self.ended.set_result(None)
         else:
             self.ended.set_exception(failed)
+        del self._engine  # whoever keeps the worker does not keep the device's memory
 
     def _apply(self, wait: float | None) -> bool:
         """Waits as long as the engine asked for, then takes everything that is queued; False to end."""

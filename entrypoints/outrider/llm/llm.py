@@ -371,18 +371,11 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Gives back the target's cache (1), and its weights, too (2); 0 gives back nothing. Until `wake_up` calls are
         refused; those of other threads are waited for, whatever `mode` says."""
-        weights = self._weights("sleep")
-        for name, value, allowed in (("level", level, (0, 1, 2)), ("mode", mode, ("abort", "wait", "keep"))):
-            if value not in allowed:
-                raise ValueError(f"{name}: is {value!r:.100}; allowed: {', '.join(map(str, allowed))}")
-        weights.sleep(level)
+        self._weights("sleep").sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Takes the memory again; `tags` may name `weights` alone, which can then be updated before `kv_cache`."""
-        weights = self._weights("wake_up")
-        if wrong := [tag for tag in tags or () if tag not in ("weights", "kv_cache", "scheduling")]:
-            raise ValueError(f"tags: is {wrong[0]!r:.100}; allowed: weights, kv_cache, scheduling")
-        weights.wake_up(tags)
+        self._weights("wake_up").wake_up(tags)
 
     def _weights(self, name: str) -> ServedWeights:
         """What changes them. Raises Unsupported where they are not this process's."""

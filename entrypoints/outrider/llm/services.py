@@ -23,6 +23,7 @@ from outrider.draft_service.observer import DraftEngineCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.vocabularies import join_all
 from outrider.engine.loader import LoadedModel
+from outrider.engine.profile import Profile
 from outrider.engine.worker import DeviceStopped, DeviceWorker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.llm.engine_choice import VLLM
@@ -55,7 +56,7 @@ from outrider.target_service.boot import (
     new_grammars,
     new_runner,
 )
-from outrider.target_service.engine import Profile, TargetEngineCommand
+from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_trial import NO_HEAD, TriedHead
 from outrider.target_service.reload import shape_of
@@ -270,6 +271,7 @@ class LocalTarget(LocalVerifier):
             self.is_asleep, self._profile = True, self.engine.profiled
             self.thread.stop(timeout=STOP_S)
             del self.engine
+            self.change_by(None)  # what changes adapters has the weights
         if not keeps_weights:
             self.loaded, self.tried = None, TriedHead(None, self.tried.trial)
 
@@ -290,7 +292,11 @@ class LocalTarget(LocalVerifier):
             self.engine, "llm-target", threads, settings.device
         )
         self.thread.ended.add_done_callback(lambda _: self.engine.close())
-        costs = self.thread.call(partial(self.engine.profile, self._profile)).result()
+        try:
+            costs = self.thread.call(partial(self.engine.profile, self._profile)).result()
+        except BaseException:
+            self.thread.stop(timeout=STOP_S)
+            raise
         self.engine.parts += thread_split(settings.threads, loaded.kernels, costs)
         info = info_of(
             settings, loaded, limits, costs, tried, capabilities=self.engine.capabilities,

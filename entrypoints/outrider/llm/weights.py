@@ -10,7 +10,7 @@ import gc
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from outrider.target_service.head_trial import TriedHead
 from outrider.target_service.reload import require_room, require_same_shape, require_same_tokenizer
 
 TAGS = ("weights", "kv_cache", "scheduling")
+LEVELS, MODES = (0, 1, 2), ("abort", "wait", "keep")
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -71,6 +72,21 @@ class Doorway:
 
 
 @dataclass(slots=True)
+class Update:
+    """What an update brought so far: a folder, and tensors in the place of some of its own."""
+
+    folder: Path | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, part: Update) -> None:
+        """What comes last holds; a folder, for all tensors."""
+        if part.folder is not None:
+            self.folder = part.folder
+            self.tensors.clear()
+        self.tensors.update(part.tensors)
+
+
+@dataclass(slots=True)
 class ServedWeights:
     """The weights of a target on our engine, and whether they are there."""
 
@@ -78,11 +94,8 @@ class ServedWeights:
     adapters: HeldAdapters
     door: Doorway = field(default_factory=Doorway)
     version: str = ""  # that the last update was given
-    _awaited: dict[str, Tensor] | None = None  # of an update under way; None: there is none
-    _folder: Path | None = None  # that the update names
-    _made: ExitStack = field(
-        default_factory=ExitStack
-    )  # removes the folder of the present ones, where it was made here
+    _update: Update | None = None  # that is under way, in parts
+    _made: ExitStack = field(default_factory=ExitStack)  # of a folder that was made here: the present one
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -94,68 +107,68 @@ class ServedWeights:
 
     def refuse_transfer(self, request: Any) -> None:
         """Raises Unsupported where a channel between processes is asked for."""
-        info = request.get("init_info") if isinstance(request, Mapping) else getattr(request, "init_info", None)
-        if info:
+        if _field(request, "init_info"):
             problem = "tensors are of this process, or in a folder; allowed: no init_info"
             raise Unsupported(f"init_weight_transfer_engine: {problem}")
 
     def start(self) -> None:
-        """Begins an update of one or several parts. Raises RuntimeError where one is under way."""
-        if self._awaited is not None:
+        """Begins an update in parts. Raises RuntimeError where one is under way."""
+        if self._update is not None:
             raise RuntimeError("a weight update is under way; call finish_weight_update() first")
-        self._awaited, self._folder = {}, None
+        self._update = Update()
 
     def update(self, request: Any) -> None:
         """Takes a part of an update, or, where none was started, all of one. Raises ValueError, Unsupported."""
-        given, single = parts_of(request), self._awaited is None
-        if single:
-            self.start()
-        awaited = self._awaited
-        if isinstance(given, Path):
-            self._folder = locate(given)
-            if awaited is not None:
-                awaited.clear()
-        elif awaited is not None:
-            awaited.update({name: tensor.detach().cpu().clone() for name, tensor in given.items()})
-        if single:
-            self.finish(None)
+        part = part_of(request)
+        if self._update is None:
+            self._put(part)
+        else:
+            self._update.add(part)
 
     def finish(self, version: str | None) -> None:
         """Puts what was given in place. Raises ValueError for what cannot be used; the weights of before serve on, and
         nothing of the update is kept."""
-        tensors, folder = self._awaited, self._folder
-        if tensors is None:
+        if (update := self._update) is None:
             raise RuntimeError("no weight update is under way; call start_weight_update() first")
-        self._awaited = self._folder = None
+        self._update = None
+        self._put(update, version or "")
+
+    def _put(self, update: Update, version: str = "") -> None:
         with self.door.alone(), ExitStack() as made:
-            present = folder or self.target.folder
-            if tensors:
+            folder = update.folder or self.target.folder
+            if update.tensors:
                 parent = made.enter_context(tempfile.TemporaryDirectory(prefix="outrider-weights-"))
-                present = merged(present, tensors, Path(parent) / present.name)
-            self._replace(present)
+                folder = merged(folder, update.tensors, Path(parent) / folder.name)
+            self._replace(folder)
             self._made.close()
             self._made = made.pop_all()
-        self.version = version or ""
+            self.version = version
 
     def close(self) -> None:
         """Gives back what is kept on a disk."""
         self._made.close()
 
-    def sleep(self, level: int) -> None:
-        """Gives back the cache (1), and the weights, too (2)."""
+    def sleep(self, level: int, mode: str) -> None:
+        """Gives back the cache (1), and the weights, too (2). Raises ValueError."""
+        for name, value, allowed in (("level", level, LEVELS), ("mode", mode, MODES)):
+            if value not in allowed:
+                raise ValueError(f"{name}: is {value!r:.100}; allowed: {', '.join(map(str, allowed))}")
         if level:
             with self.door.alone():
                 self.target.rest(keeps_weights=level == 1)
                 gc.collect()
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        """Takes the weights (again), and the cache. Who asks for weights alone may update them first."""
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Takes the weights (again), and the cache. Who asks for weights alone may update them first. Raises
+        ValueError."""
         wanted = TAGS if tags is None else tags
+        if wrong := [tag for tag in wanted if tag not in TAGS]:
+            raise ValueError(f"tags: is {wrong[0]!r:.100}; allowed: {', '.join(TAGS)}")
         with self.door.alone():
             if not self.target.is_asleep:
                 return
             if self.target.loaded is None and {"weights", "kv_cache"}.intersection(wanted):
-                self._take(*self._loaded(self.target.folder))
+                self.target.take_weights(*self._loaded(self.target.folder), self.target.folder)
             if "kv_cache" in wanted:
                 self._start()
 
@@ -164,18 +177,17 @@ class ServedWeights:
         if before is not None:
             require_room(folder, before, 0, "to call sleep(level=2) before")
         loaded, tried = self._loaded(folder)
-        if target.is_asleep:
-            self._take(loaded, tried, folder)
+        if target.is_asleep or before is None:
+            target.take_weights(loaded, tried, folder)
             return
         kept = before, target.tried, target.folder
         target.rest(keeps_weights=True)
+        target.take_weights(loaded, tried, folder)
         try:
-            self._take(loaded, tried, folder)
             self._start()
         except BaseException as error:
-            if kept[0] is not None:
-                self._take(kept[0], kept[1], kept[2])
-                self._start()
+            target.take_weights(*kept)
+            self._start()
             if isinstance(error, RuntimeError | ValueError | MemoryError):
                 raise refused(folder, error) from error
             raise
@@ -193,24 +205,19 @@ class ServedWeights:
             raise refused(folder, error) from error
         return loaded, TriedHead(head, target.tried.trial)
 
-    def _take(self, loaded: LoadedModel, tried: TriedHead, folder: Path | None = None) -> None:
-        self.target.take_weights(loaded, tried, folder or self.target.folder)
-
     def _start(self) -> None:
         self.target.start_engine()
         self.adapters.forget()  # each is loaded again with the first request that names it
 
 
-def parts_of(request: Any) -> Path | Mapping[str, Tensor]:
-    """What an update brings: a checkpoint's folder, or tensors by the checkpoint's names. `request` is a folder, or
+def part_of(request: Any) -> Update:
+    """What a request brings: a checkpoint's folder, or tensors by the checkpoint's names. `request` is a folder, or
     what vLLM's method takes: an object or dict with `update_info`, here of `path` or `tensors`. Raises ValueError."""
-    if isinstance(request, str | Path):
-        return Path(request)
-    info = request.get("update_info") if isinstance(request, Mapping) else getattr(request, "update_info", None)
+    info = {"path": request} if isinstance(request, str | Path) else _field(request, "update_info")
     if not isinstance(info, Mapping):
         raise ValueError(f"update_weights: is {request!r:.100}; allowed: a folder, or update_info of path or tensors")
     if info.keys() == {"path"}:
-        return Path(info["path"])
+        return Update(locate(Path(info["path"])))
     tensors = info.get("tensors")
     if info.keys() != {"tensors"} or not isinstance(tensors, Mapping) or not tensors:
         fields = ", ".join(map(str, info)) or "nothing"
@@ -218,10 +225,15 @@ def parts_of(request: Any) -> Path | Mapping[str, Tensor]:
             f"update_weights: update_info has {fields:.200}; allowed: path, a folder, or tensors, of this process by "
             "name: no tensors are sent between processes here"
         )
-    wrong = next((name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)), None)
-    if wrong is not None:
-        raise ValueError(f"update_weights: tensors[{wrong!r}] is {tensors[wrong]!r:.100}; allowed: a tensor")
-    return dict(tensors)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"update_weights: tensors[{name!r}] is {tensor!r:.100}; allowed: a tensor")
+    return Update(None, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
+
+
+def _field(request: Any, name: str) -> Any:
+    """Of a dict, or of an object; None where it has none."""
+    return request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
 
 
 def merged(folder: Path, tensors: Mapping[str, Tensor], to: Path) -> Path:

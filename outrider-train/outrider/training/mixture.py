@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider.pairs import pair_path
-from outrider.training.corpus import read_sources, split_sources, standard_library, tokenize
-from outrider.training.model import bfloat16_products
+from outrider.training.corpus import read_sources, split_sources, tokenize
+from outrider.training.pair import add_arguments
 from outrider.training.tokenizer import save_tokenizer
 from outrider.training.train import Loss, TrainPlan, corpus_batches, train
 
@@ -48,14 +48,13 @@ def new_mixture(shape: Mapping[str, Any] = SHAPE, seed: int = 0) -> Qwen3MoeForC
     return model
 
 
-def balanced_loss(model: Qwen3MoeForCausalLM, autocast: bool) -> Loss:
+def balanced_loss(model: Qwen3MoeForCausalLM) -> Loss:
     """The mean negative log-likelihood of each window's next tokens, and a little of how unevenly experts are used."""
 
     def loss(windows: Tensor) -> Tensor:
-        with bfloat16_products() if autocast else torch.autocast("cpu", enabled=False):
-            found = model(windows[:, :-1], use_cache=False, output_router_logits=True)
-        text = F.cross_entropy(found.logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-        balanced: Tensor = text + BALANCE * found.aux_loss.float()
+        found = model(windows[:, :-1], use_cache=False, output_router_logits=True)
+        text = F.cross_entropy(found.logits.flatten(0, 1), windows[:, 1:].flatten())
+        balanced: Tensor = text + BALANCE * found.aux_loss
         return balanced
 
     return loss
@@ -69,27 +68,17 @@ def export_mixture(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, folder: Pat
 
 def main() -> None:
     """The command line."""
-    options = _parse()
+    parser = argparse.ArgumentParser(prog="python -m outrider.training.mixture", description=__doc__)
+    add_arguments(parser, output=Path("build/pair/mixture"))
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(pair_path("python").target / "tokenizer.json"))
     corpus = tokenize(tokenizer, *split_sources(read_sources(options.sources)))
     model = new_mixture()
-    loss = balanced_loss(model, options.bfloat16)
-    train(model, loss, PLAN, corpus_batches(PLAN, corpus.train), options.work / "mixture.safetensors")
+    batches = corpus_batches(PLAN, corpus.train)
+    train(model, balanced_loss(model), PLAN, batches, options.work / "mixture.safetensors")
     export_mixture(model, tokenizer, options.output)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m outrider.training.mixture", description=__doc__)
-    parser.add_argument("--sources", type=Path, default=standard_library(), help="folder of Python sources to read")
-    parser.add_argument("--work", type=Path, default=Path("build/pair/work"), help="folder of the checkpoints")
-    parser.add_argument("--output", type=Path, default=Path("build/pair/mixture"), help="folder to write the model to")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the products")
-    parser.add_argument(
-        "--bfloat16", action=argparse.BooleanOptionalAction, default=False, help="products of bfloat16 numbers"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -165,12 +165,17 @@ def _rates(report: Report) -> dict[str, float]:
     }
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m outrider.training.pair", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser, output: Path) -> None:
+    """What every making of embedded models is told."""
     parser.add_argument("--sources", type=Path, default=standard_library(), help="folder of Python sources to read")
     parser.add_argument("--work", type=Path, default=Path("build/pair/work"), help="folder of the checkpoints")
-    parser.add_argument("--output", type=Path, default=Path("build/pair/python"), help="folder to write the pair to")
+    parser.add_argument("--output", type=Path, default=output, help="folder to write to")
     parser.add_argument("--threads", type=int, default=2, help="threads of the products")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m outrider.training.pair", description=__doc__)
+    add_arguments(parser, output=Path("build/pair/python"))
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
     return parser.parse_args()
 

@@ -42,6 +42,11 @@ TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"  # a reason: the prompt, alone or with max_
 MAX_VIOLATIONS = 16
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error of whatever library, as a part of another one's."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
 class OutriderError(Exception):
     """The root; catch it to catch everything that Outrider raises on purpose."""
 

@@ -31,6 +31,7 @@ from outrider.rpc.errors import (
     Unavailable,
     Violation,
     Violations,
+    one_line,
 )
 from outrider.rpc.hub import model_name
 from outrider.rpc.messages import MAX_NAME_CHARS, Adapter
@@ -114,7 +115,7 @@ class AdapterChanges:
         """Its caller may have left."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("no change of adapters: %s", _line(error))
+            log.warning("no change of adapters: %s", one_line(error))
 
     async def _load(self, name: str, folder: Path) -> Adapter:
         async with self._lock:
@@ -202,7 +203,7 @@ def _told(folder: Path) -> Iterator[None]:
     except MemoryError as error:
         raise ResourceExhausted(f"path: {folder} finds no memory", reason="NO_MEMORY") from error
     except Exception as error:  # the libraries that read weights have errors of their own
-        problem = f"is {str(folder)!r:.200}, which cannot be used ({_line(error)})"
+        problem = f"is {str(folder)!r:.200}, which cannot be used ({one_line(error)})"
         allowed = "the folder of an adapter of this model, in PEFT's layout"
         raise InvalidArgument.of([Violation("path", f"{problem}; allowed: {allowed}")]) from error
 
@@ -216,7 +217,3 @@ def _require_memory(folder: Path) -> None:
         raise ResourceExhausted(
             f"path: {folder} needs {needed >> 20} MiB, and {free >> 20} MiB are free", reason="NO_MEMORY"
         )
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

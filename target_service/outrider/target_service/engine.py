@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.engine.profile import StepProfile, measure_context, measure_experts, measure_steps
+from outrider.engine.profile import Profile, StepProfile, measure
 from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import DeviceLost
 from outrider.planner.estimates import OpenWork
@@ -57,14 +57,6 @@ BUSY_SHARE = 0.8  # of the time that a step should take, in which commands are t
 TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Profile(NamedTuple):
-    """What steps take."""
-
-    steps: StepProfile  # by their rows
-    context_us: float  # more for each token that they look back on
-    experts: ExpertCosts | None  # more for each expert that they wake
 
 
 class TargetEngine:
@@ -186,16 +178,11 @@ class TargetEngine:
     def profile(self, known: Profile | None = None) -> StepProfile:
         """Measures steps by their rows, while nothing is open, unless it is known of a model of the same shape; from
         then on the scheduler knows what they take."""
-        self.profiled = known or self._measured()
+        most_tokens = self.limits.max_model_len
+        self.profiled = known or measure(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
         for part in self.parts:
             part.measured(*self.profiled)
         return self.profiled.steps
-
-    def _measured(self) -> Profile:
-        most_tokens = self.limits.max_model_len
-        steps = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, most_tokens)
-        context_us = measure_context(self._runner, self.cache.pool, steps, most_tokens)
-        return Profile(steps, context_us, measure_experts(self._runner, self.cache.pool, steps))
 
     @property
     def expert_costs(self) -> ExpertCosts | None:

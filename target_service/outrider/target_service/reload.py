@@ -8,17 +8,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.engine import checkpoint
-from outrider.engine.loader import DTYPES, LoadedModel
+from outrider.engine.loader import LoadedModel, loaded_bytes
 from outrider.engine.memory import free_bytes
 from outrider.engine.worker import DeviceWorker
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violation
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violation, one_line
 from outrider.rpc.messages import Reloaded, TargetInfo
+from outrider.rpc.reloads import OneReload
 from outrider.rpc.vocabulary import read_vocabulary
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.succession import Succession
@@ -54,9 +54,7 @@ def require_same_tokenizer(folder: Path, fingerprint: str) -> None:
 def require_room(folder: Path, present: LoadedModel, beside: int, remedy: str) -> None:
     """Raises ValueError where the weights, and so many bytes beside them, find no room beside the present ones."""
     model = present.model
-    stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", model.dtype)
-    size = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
-    needed, free = size * model.dtype.itemsize // stored.itemsize + beside, free_bytes(model.device)
+    needed, free = loaded_bytes(folder, model.dtype) + beside, free_bytes(model.device)
     if needed > free:
         room = f"need {needed >> 20} MiB beside the present ones, and {free >> 20} MiB are free"
         raise ValueError(f"the weights in {folder} {room}; allowed: {remedy}")
@@ -83,16 +81,12 @@ class WeightReloads:
     read: Callable[[Path, TargetInfo], Successor]  # raises ValueError, and what libraries that read weights raise
     listeners: Sequence[Callable[[TargetInfo], None]] = ()  # are told which ones new sequences are of
     on_engine: Callable[[TargetEngine, Successor], None] = lambda engine, successor: None  # is told which one serves
-    _task: asyncio.Task[Reloaded] | None = None
+    _one: OneReload = field(default_factory=OneReload)
 
     async def reload(self, model: str, drain_s: float) -> Reloaded:
         """Puts weights (empty: those of the present folder, read again) in the place of the present ones; it goes on
         where its caller leaves. Raises InvalidArgument and FailedPrecondition."""
-        if self._task is not None and not self._task.done():
-            raise FailedPrecondition("another reload is under way; wait for its end", reason="RELOADING")
-        self._task = asyncio.create_task(self._reload(Path(model) if model else self.folder, drain_s))
-        self._task.add_done_callback(_note_failure)  # its caller may have left
-        return await asyncio.shield(self._task)
+        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder, drain_s))
 
     async def _reload(self, folder: Path, drain_s: float) -> Reloaded:
         before, began = self.said(), time.monotonic()
@@ -103,7 +97,7 @@ class WeightReloads:
         except OutriderError:
             raise
         except Exception as error:  # the libraries that read a checkpoint have errors of their own
-            problem = f"is {str(folder)!r:.200}, which cannot be used ({_line(error)})"
+            problem = f"is {str(folder)!r:.200}, which cannot be used ({one_line(error)})"
             allowed = "the folder of a checkpoint of the present family, shape and tokenizer"
             raise InvalidArgument.of([Violation("model", f"{problem}; allowed: {allowed}")]) from error
         load_s, paused = time.monotonic() - began, time.monotonic()
@@ -116,7 +110,7 @@ class WeightReloads:
         except Exception as error:  # of memory, for one
             await self._on_thread(self._go_back)
             self._tell(before)
-            told = f"model: {folder} cannot be used: {_line(error)}; {before.model.name} serves on"
+            told = f"model: {folder} cannot be used: {one_line(error)}; {before.model.name} serves on"
             raise FailedPrecondition(told, reason="NOT_LOADED") from error
         self.engine, self.folder, self.loaded = built, folder, successor.loaded
         self.on_engine(built, successor)
@@ -183,12 +177,3 @@ class WeightReloads:
 def with_weights(info: TargetInfo, loaded: LoadedModel) -> TargetInfo:
     """What is said of a target whose weights are others: its name and all that follows from its shape stay."""
     return replace(info, model=replace(info.model, digest=loaded.digest))
-
-
-def _note_failure(task: asyncio.Task[Reloaded]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("no reload: %s", _line(error))
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
