@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -334,40 +335,39 @@ async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
 
 
 class ChangingTarget(ToyTarget):
-    """Whose weights change as a sequence comes, and who says so a moment later; `refuses`: it is the target that tells,
-    else the gateway knows before it could place the sequence."""
+    """Whose weights change as a sequence comes. It is refused, placed nowhere since the gateway knows of the change, or
+    refused at the moment at which the gateway hears of it."""
 
-    def __init__(self, refuses: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__(rule=new_rule, info=target_info(digest="d1"))
-        self.refuses, self.asked = refuses, list[str]()
+        self.way, self.asked = way, list[str]()
 
     def open(self, request: Any, on_event: Any, *more: Any, **named: Any) -> Any:
         self.asked.append(request.model_digest)
         if request.model_digest == "d2":
             return super().open(request, on_event, *more, **named)
-        loop = asyncio.get_running_loop()
-        if not self.refuses:
-            self.info = target_info(digest="d2")
+        loop, changed = asyncio.get_running_loop(), partial(setattr, self, "info", target_info(digest="d2"))
+        if self.way == "known" or self.info.model.digest == "d2":
+            changed()
             return None
-        link = super().open(replace(request, sequence_id=0), lambda event: None, *more, **named)
+        loop.call_later(0.1, changed) if self.way == "refused" else loop.call_soon(changed)
         loop.call_soon(on_event, to_failure(0, Unavailable("another model's", reason=OTHER_MODEL)))
-        loop.call_later(0.1, setattr, self, "info", target_info(digest="d2"))
-        return link
+        return super().open(replace(request, sequence_id=0), lambda event: None, *more, **named)
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-async def test_what_a_change_meets_as_it_is_opened_begins_anew(refuses: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["refused", "known", "refused and known"])
+async def test_what_a_change_meets_as_it_is_opened_begins_anew(way: str, tmp_path: Path) -> None:
     """At once, and with the new weights alone; who asked for the old ones is told."""
     train_byte_level().save(str(tmp_path / "tokenizer.json"))
     asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=6))
-    target = ChangingTarget(refuses)
-    engine = GenerationEngine(Tokenizer.load(tmp_path), target, config=EngineConfig(num_draft_tokens=0, away_wait_s=60))
+    config = EngineConfig(num_draft_tokens=0, away_wait_s=60)
+    target = ChangingTarget(way)
     async with asyncio.timeout(10):
+        engine = GenerationEngine(Tokenizer.load(tmp_path), target, config=config)
         deltas = [delta async for delta in engine.generate(asked)]
     assert [token for delta in deltas for token in delta.token_ids] == expected(PROMPT, 6, new_rule)
     assert deltas[0].model_digest == "d2" and target.asked[0] == "d1" and target.asked[-1] == "d2"
-    again = ChangingTarget(refuses)
-    engine = GenerationEngine(Tokenizer.load(tmp_path), again, config=EngineConfig(num_draft_tokens=0, away_wait_s=60))
+    engine = GenerationEngine(Tokenizer.load(tmp_path), ChangingTarget(way), config=config)
     with pytest.raises(Unavailable):
         async with asyncio.timeout(10):
             assert [delta async for delta in engine.generate(replace(asked, model_digest="d1"))]
