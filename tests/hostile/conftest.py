@@ -11,7 +11,7 @@ from support.deployment import Deployment, deployed
 @pytest.fixture(scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
     async with deployed(
-        tmp_path_factory.mktemp("models"), allow_adapter_changes=True, allow_target_reload=True
+        tmp_path_factory.mktemp("models"), allow_adapter_changes=True, allow_target_reload=True, learn_from=["unsalted"]
     ) as deployment:
         yield deployment
 

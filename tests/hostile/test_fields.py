@@ -346,6 +346,7 @@ METHODS: dict[str, Any] = {  # with the message that each takes
     for method in service.methods
 }
 TRIED_ABOVE = {"TargetService/Verify", "DraftService/Propose", "GenerationService/Generate"}
+LEARN = "DraftService/Learn"  # which has no end
 SLOW = {"DraftService/PutVocabulary", "DraftService/ReloadModel", "TargetService/ReloadWeights"}
 LOAD, UNLOAD = "TargetService/LoadAdapter", "TargetService/UnloadAdapter"
 
@@ -362,6 +363,10 @@ async def called(served: Deployment, method: str, raw: bytes) -> tuple[list[byte
         f"/outrider.v1.{method}", request_serializer=bytes, response_deserializer=bytes
     )(iter([raw]), timeout=120)
     try:
+        if method == LEARN:
+            first = await call.read()
+            call.cancel()
+            return [first], None
         return [answer async for answer in call], None
     except grpc.aio.AioRpcError as error:
         return [], problem_of(from_rpc_error(error))

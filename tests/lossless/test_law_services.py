@@ -477,6 +477,70 @@ def others_recalled_for_a_seed_that_teaches_nothing() -> Law:
     return asked_again([False, False])
 
 
+# Which version of learned weights a token is drawn from, and of what it learned
+
+
+def put_in_use_behind_a_token(by_the_one_that_drew: bool) -> Law:
+    """Behind a chain's first token other weights draw."""
+    chains: list[Proposal] = []
+    for first, mass in enumerate(weights := weights_at(())):
+        before, after = (table[context_index((first,), len(table))] for table in (FULL_WEIGHTS, TRUNCATED_WEIGHTS))
+        told = sparse(weights), sparse(after if by_the_one_that_drew else before)
+        for second, more in enumerate(after):
+            chance = Fraction(mass, sum(weights)) * Fraction(more, sum(after))
+            chains.append(Proposal(chance, (first, second), told))
+    return judged(chain for chain in chains if chain.mass)
+
+
+def other_weights_behind_a_token() -> Law:
+    return put_in_use_behind_a_token(by_the_one_that_drew=True)
+
+
+def weights_of_a_version_that_did_not_draw() -> Law:
+    return put_in_use_behind_a_token(by_the_one_that_drew=False)
+
+
+def learned_of_a_call(coins_come_again: bool) -> Law:
+    """A call's own answer decides by what weights the next one's draft is drawn."""
+    calls = [
+        Proposal(mass / PARTS, (token,), (None,), uniforms=(cell / PARTS,))
+        for token, mass in enumerate(target_law(()))
+        if mass
+        for cell in range(PARTS)
+    ]
+    again: list[Proposal] = []
+    for end in endings_of(calls):
+        for tokens, mass in committed_by(end):
+            table = FULL_WEIGHTS if tokens[0] >= 2 else TRUNCATED_WEIGHTS
+            weights = table[context_index((), len(table))]
+            again += [
+                Proposal(
+                    mass * Fraction(weight, sum(weights)),
+                    (token,),
+                    (sparse(weights),),
+                    uniforms=end.uniforms if coins_come_again else None,
+                )
+                for token, weight in enumerate(weights)
+                if weight
+            ]
+    return judged(again)
+
+
+def learned_of_other_seeds() -> Law:
+    return learned_of_a_call(coins_come_again=False)
+
+
+def learned_of_its_own_seed() -> Law:
+    return learned_of_a_call(coins_come_again=True)
+
+
+@pytest.mark.parametrize(
+    "fault", [weights_of_a_version_that_did_not_draw, learned_of_its_own_seed], ids=lambda law: law.__name__
+)
+def test_what_a_draft_that_learns_must_not_do_is_found(fault: Callable[[], Law]) -> None:
+    assert distance(fault()) > Fraction(1, 1000)
+
+
 REMEDIES = [
     cut_before_the_token_is_drawn,
     cut_after_a_one_hot_token_was_seen,
@@ -492,6 +556,8 @@ REMEDIES = [
     retried_with_fresh_randomness_whatever_was_accepted,
     recalled_for_other_seeds,
     others_recalled_for_a_seed_that_teaches_nothing,
+    other_weights_behind_a_token,
+    learned_of_other_seeds,
 ]
 
 

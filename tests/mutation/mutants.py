@@ -46,6 +46,7 @@ DRAFT_ENGINE = "draft_service/outrider/draft_service/engine.py"
 DRAFT_SEQUENCE = "draft_service/outrider/draft_service/sequence.py"
 CHAINS = "draft_service/outrider/draft_service/chains.py"
 BRANCHES = "draft_service/outrider/draft_service/scheduler.py"
+DRAFT_LESSONS = "draft_service/outrider/draft_service/lessons.py"
 DRAFT_ADMISSION = "draft_service/outrider/draft_service/admission.py"
 DRAWING = "proposers/outrider/proposers/drawing.py"
 DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
@@ -308,6 +309,12 @@ MUTANTS = (
     Mutant(DRAFT_ADMISSION, "tests/lossless/test_seed_memory.py::test_each_call_has_the_targets_law",
            "context = context if request.may_recall else context.alone()",
            "context = context if request else context.alone()"),
+    Mutant(DRAFT_LESSONS, "tests/draft_service/test_learned.py::test_who_teaches_and_who_is_drafted_for",
+           "if not (allowed and request.may_recall and request.model_digest):",
+           "if not (allowed and request.model_digest):"),
+    Mutant(DRAFT_ENGINE, "tests/draft_service/test_learned.py::test_the_one_that_was_wanted_longest_ago_goes",
+           "if draft.teaching and draft.teaching.key in changed",
+           "if draft.teaching and draft.teaching.key == key"),
     Mutant(LOCAL_DRAFTS, "tests/lossless/test_seed_memory.py::test_each_call_has_the_targets_law",
            "drafted = context if request.may_recall else context.alone()",
            "drafted = context if request else context.alone()"),

@@ -23,7 +23,7 @@ from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
 from outrider.engine import cuda_graphs
 from outrider.engine.adapters.loader import LoadedAdapter
-from outrider.engine.adapters.resident import ResidentAdapters
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import BatchEntry, StepLimits
 from outrider.engine.grammar.compiler import GrammarCompiler, Matcher
 from outrider.engine.loader import LoadedModel
@@ -89,13 +89,19 @@ class DraftHarness:
         tokenizer: Path | None = None,  # a tokenizer.json, by which drafts know grammars
         loaded: LoadedModel | None = None,
         adapters: Mapping[str, LoadedAdapter] | None = None,  # of that model, by the names of a target's
+        learned: AdapterRoom | None = None,
         **options: Any,
     ) -> None:
         self.loaded = loaded or tiny_draft(max_model_len, batch_invariant)
         joined = [JoinedVocabulary(mapping, mapping) for mapping in mappings]
         by_target = {vocabulary.mapping.target.fingerprint: vocabulary for vocabulary in joined}
         self.method = build_model_method(
-            self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target, tree=tree, adapters=adapters
+            self.loaded,
+            RunnerOptions(num_blocks=num_blocks),
+            vocabularies=by_target,
+            tree=tree,
+            adapters=adapters,
+            learned=learned,
         )
         if tokenizer is not None:
             grammars = DraftGrammars(tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids)

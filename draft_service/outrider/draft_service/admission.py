@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -10,6 +10,8 @@ import grpc
 
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
+from outrider.draft_service.learned import LearnedAdapters
+from outrider.draft_service.lessons import LearningKey, Teaching
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
@@ -51,6 +53,7 @@ class ModelMethod:
     grammars: DraftGrammars | None = None  # over its own ids, where it has a tokenizer
     adapters: Mapping[str, PreparedAdapter] = field(default_factory=dict)  # its own, by the names of the target's
     step_costs: StepProfile = ()  # of a drafted token, by sequences; empty: not measured
+    learned: LearnedAdapters = field(default_factory=LearnedAdapters)  # of what others of a key were answered
 
     @property
     def name(self) -> str:
@@ -61,6 +64,10 @@ class ModelMethod:
     def vocab_size(self) -> int:
         """Ids below it can be computed."""
         return self.proposer.runner.model.vocab_size
+
+    def adapter_for(self, name: str, key: LearningKey | None) -> PreparedAdapter | None:
+        """What drafts in place of the model alone: for a target's adapter of that name, else for sequences of a key."""
+        return self.adapters.get(name) or self.learned.get(key)
 
     @property
     def capacity(self) -> int:
@@ -86,6 +93,7 @@ def build_sequence(
     parent: DraftSequence | None,
     arrival: int,
     now: float,
+    salts: Collection[str] = (),  # whose sequences learn of one another
 ) -> DraftSequence:
     """A sequence with the methods of these names, or the first one there is. Raises an OutriderError that says why the
     sequence cannot be drafted for."""
@@ -94,14 +102,17 @@ def build_sequence(
     tokens = [*prompt_ids, *request.output_ids]
     capacity, text, model = UNBOUNDED, DraftText(CachedSequence(tokens, salt=request.salt)), None
     with_model = next((method for method in drafting if isinstance(method, ModelMethod)), None)
-    grammar = _grammar(request, methods)
+    grammar, teaching = _grammar(request, methods), Teaching.of(request, salts) if salts else None
     if with_model is not None:
         joined = with_model.vocabularies.get(request.tokenizer_fingerprint)
         by_turns = len(drafting) > 1  # with lookups, whose tokens are the target's
         mapping = None if joined is None else joined.mapping if by_turns else joined.way(request.sampling.greedy)
         capacity = with_model.capacity
-        text = _text(tokens, request, with_model, mapping)
-        model = _model_state(request, prompt_ids, with_model, mapping)
+        if mapping is not None or request.adapter in with_model.adapters:
+            teaching = None  # what is learned is the model's alone, in its own ids
+        learning = None if teaching is None else teaching.key
+        text = _text(tokens, request, with_model, mapping, learning)
+        model = _model_state(request, prompt_ids, with_model, mapping, learning)
         rejects = request.acceptance != AcceptanceRule.COUPLED and not request.sampling.greedy
         if not by_turns and mapping is None and not rejects:
             model = replace(model, tree=with_model.tree)
@@ -123,6 +134,7 @@ def build_sequence(
         parent=parent,
         traceparent=request.traceparent,
         grammar=grammar,
+        teaching=None if with_model is None else teaching,
     )
 
 
@@ -156,8 +168,11 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
     draft.grammar = None if method.grammars is None else draft.grammar
     sampler.draft_masks = draft.grammar
-    draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method, state.adapter_name)
-    draft.sequence.adapter = _digest_of(method, state.adapter_name)
+    key = None if draft.teaching is None else draft.teaching.key
+    draft.model = _state_of(
+        sampler, replace(state.draft_sampling, ahead=RandomAhead()), method, state.adapter_name, key
+    )
+    draft.sequence.adapter = _digest_of(method, state.adapter_name, key)
     draft.model = replace(draft.model, tree=state.tree)
     draft.limits.capacity = method.capacity
 
@@ -178,9 +193,11 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
     return parent.text.tokens[: parent.prompt_len]
 
 
-def _text(tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None) -> DraftText:
+def _text(
+    tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None, key: LearningKey | None
+) -> DraftText:
     """The text of the target's ids."""
-    sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter))
+    sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter, key))
     if mapping is None:
         check_ids(tokens, method.vocab_size)
         sequence.tokens = tokens
@@ -199,7 +216,9 @@ def _check_length(text: DraftText, method: ModelMethod) -> None:
         raise ContextTooShort(message)
 
 
-def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None) -> ModelState:
+def _model_state(
+    request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None, key: LearningKey | None
+) -> ModelState:
     sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
     rule = DraftRule.ARGMAX if isinstance(mapping, Reencoding) else _rule(request, method.name)
     draft_sampling = DraftSampling(
@@ -209,19 +228,21 @@ def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod, mapp
         by_chain=request.acceptance == AcceptanceRule.BLOCK,
         confidence=request.draft_confidence,
     )
-    return _state_of(sampler, draft_sampling, method, request.adapter)
+    return _state_of(sampler, draft_sampling, method, request.adapter, key)
 
 
-def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod, adapter: str) -> ModelState:
+def _state_of(
+    sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod, adapter: str, key: LearningKey | None
+) -> ModelState:
     mapping = draft_sampling.mapping
     vocab_size = method.vocab_size if mapping is None else len(mapping.target_tokens)
-    found = method.adapters.get(adapter)
+    found = method.adapter_for(adapter, key)
     return ModelState(sampler, draft_sampling, method.name, vocab_size, adapter_name=adapter, adapter=found)
 
 
-def _digest_of(method: ModelMethod, adapter: str) -> str:
+def _digest_of(method: ModelMethod, adapter: str, key: LearningKey | None) -> str:
     """The digest of the draft's own adapter; empty where its model drafts alone."""
-    found = method.adapters.get(adapter)
+    found = method.adapter_for(adapter, key)
     return "" if found is None else found.digest
 
 

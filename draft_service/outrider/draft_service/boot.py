@@ -15,7 +15,9 @@ import torch
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.draft_service.learned import LearnedAdapters
 from outrider.draft_service.observer import DraftEngineCommand
+from outrider.draft_service.promotion import LearnedDrafts
 from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
@@ -36,6 +38,7 @@ from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_p
 from outrider.rpc.engine_service import EngineService, build_service, info_of, this_machine
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
+from outrider.rpc.reloads import OneReload
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
@@ -70,11 +73,16 @@ async def start(settings: DraftSettings) -> DraftService:
         tracer=StepTracer.if_enabled("outrider.draft"),
         observer=metrics,
         default_methods=info.default_methods,
+        learn_from=frozenset(settings.learn_from),
     )
     thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
-    reloads = new_reloads(settings, engine, thread, info.model)
+    one = OneReload()
+    reloads = new_reloads(settings, engine, thread, info.model, one)
     servicer = DraftServicer(thread, outboxes, info, reloads, new_vocabularies(settings, methods))
+    if settings.learn_from:
+        learned = LearnedDrafts(engine, thread, one, lambda: servicer.model.digest, servicer.tell_learned)
+        servicer.teach(engine.lessons, learned)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
     if reloads is not None:
@@ -92,7 +100,11 @@ def new_vocabularies(settings: DraftSettings, methods: Iterable[ModelMethod | To
 
 
 def new_reloads(
-    settings: DraftSettings, engine: DraftEngine, thread: DeviceWorker[DraftEngineCommand], info: ModelInfo
+    settings: DraftSettings,
+    engine: DraftEngine,
+    thread: DeviceWorker[DraftEngineCommand],
+    info: ModelInfo,
+    one: OneReload,
 ) -> Reloads | None:
     """What puts other weights in the model's place, where that is allowed."""
     if not settings.allow_reload or settings.model is None:
@@ -104,7 +116,7 @@ def new_reloads(
         )  # it keeps the maps that there are
         return model_builder(found, folder, runner_options(settings).beside_another())
 
-    return Reloads(engine, thread, settings.model, info, load, settings.allow_hub_reload)
+    return Reloads(engine, thread, settings.model, info, load, settings.allow_hub_reload, one=one)
 
 
 def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics | None:
@@ -143,7 +155,7 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
     in_turn = tuple(defaults) if len(defaults) > 1 else ()
     return methods, DraftInfo(
         info,
-        describe(methods),
+        describe(methods, bool(settings.learn_from)),
         version=metadata.version("outrider"),
         default_methods=in_turn,
         # Those that draft without regard to constraints are refused more.
@@ -175,7 +187,9 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
     adapters = {name: load_adapter(path, loaded.model, loaded.digest) for name, path in settings.adapters.items()}
 
     def build() -> tuple[ModelMethod, ModelInfo]:
-        method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree, adapters)
+        learned = AdapterRoom(settings.learned_drafts, settings.learned_rank) if settings.learn_from else None
+        by = model_method(settings), vocabularies, settings.tree, adapters, learned
+        method = build_model_method(loaded, options, *by)
         if has_tokenizer(folder):
             grammars = DraftGrammars(folder / "tokenizer.json", method.vocab_size, loaded.eos_token_ids)
             method = replace(method, grammars=grammars)
@@ -189,14 +203,14 @@ def model_method(settings: DraftSettings) -> str:
     return next((name for name in settings.methods if method_of(name).needs_model), "draft_model")
 
 
-def describe(methods: Iterable[ModelMethod | TokenProposer]) -> tuple[DraftMethod, ...]:
-    """The methods' part of the handshake."""
+def describe(methods: Iterable[ModelMethod | TokenProposer], learns: bool = False) -> tuple[DraftMethod, ...]:
+    """The methods' part of the handshake; whether the model `learns`."""
     return tuple(
         DraftMethod(
             row.name,
             row.needs_features,
             row.can_run_ahead,
-            learns=isinstance(method, LearningProposer),
+            learns=isinstance(method, LearningProposer) or (learns and isinstance(method, ModelMethod)),
             step_costs=method.step_costs if isinstance(method, ModelMethod) else (),
         )
         for method in methods
@@ -223,13 +237,17 @@ def build_model_method(
     vocabularies: dict[str, JoinedVocabulary] | None = None,
     tree: TokenTree | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,
+    learned: AdapterRoom | None = None,
 ) -> ModelMethod:
     """The model over a cache of its own; `vocabularies` are those of `join_all`, `adapters` by the names of the
-    target's. Raises ValueError for a model that cannot draft by that method."""
+    target's; beside these there is room for what is `learned`. Raises ValueError for a model that cannot draft by that
+    method."""
     if tree is not None and not loaded.model.takes_trees:
         raise ValueError("speculative_token_tree: this draft's model computes chains alone; leave it out")
-    if adapters:  # all have their place at once
-        options = replace(options, adapters=AdapterRoom(len(adapters), max(one.rank for one in adapters.values())))
+    room = [AdapterRoom(1, one.rank) for one in (adapters or {}).values()] + ([learned] if learned else [])
+    if room:  # all have their place at once
+        whole = AdapterRoom(sum(one.num_slots for one in room), max(one.max_rank for one in room))
+        options = replace(options, adapters=whole)
     runner = build_runner(loaded.model, options)
     prepared = (
         {} if runner.adapters is None else {n: runner.adapters.prepare(one) for n, one in (adapters or {}).items()}
@@ -245,6 +263,7 @@ def build_model_method(
         {} if vocabularies is None else vocabularies,
         tree,
         adapters=prepared,
+        learned=LearnedAdapters(learned.num_slots if learned else 0),
         step_costs=measure_steps(runner, cache.pool, most, loaded.model.max_model_len) if one_a_pass else (),
     )
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
+from outrider.draft_service.lessons import LearningKey, Lessons
 from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
+from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.token_tree import TokenTree
@@ -55,11 +57,14 @@ class DraftEngine:
         tracer: StepTracer | None = None,
         observer: DraftObserver | None = None,
         default_methods: Sequence[str] = (),
+        learn_from: Collection[str] = (),
     ) -> None:
         """`default_methods` draft in turn for a sequence that names none; else the first method alone. With a model at
-        most `max_open_tokens` are open, of prompts and max_tokens; 0: any number."""
+        most `max_open_tokens` are open, of prompts and max_tokens; 0: any number. `learn_from` are the salts whose
+        sequences leave lessons."""
         self._methods, self._default_methods = methods, tuple(default_methods)
         self._rates = MethodRates()
+        self.lessons, self._learn_from = Lessons(), learn_from
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
         self.scheduler = DraftingScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
@@ -142,8 +147,13 @@ class DraftEngine:
         self._send_pieces()
 
     def held(self) -> dict[str, float]:
-        """What methods keep of finished sequences."""
-        return {f"{method.name}_{kind}": count for method in self._learners for kind, count in method.held().items()}
+        """What is kept of finished sequences, by methods and for who learns of them."""
+        found: dict[str, float] = {
+            f"{method.name}_{kind}": count for method in self._learners for kind, count in method.held().items()
+        }
+        if self._learn_from and self._model is not None:
+            found |= {"lesson_bytes": self.lessons.num_bytes, "adapters": len(self._model.learned)}
+        return found
 
     def close(self) -> None:
         """Ends the methods that have learned, and what compiles grammars, after the last step."""
@@ -164,6 +174,19 @@ class DraftEngine:
         self._methods = {**self._methods, method.name: method}
         self._rates.forget(method.name)
         self._draft_with(method)
+        return self._go_on(drafts, method)
+
+    def put_learned(self, key: LearningKey, adapter: PreparedAdapter | None) -> int:
+        """Between two steps, drafts for a key's sequences with what was learned; None: with the model alone. What is
+        open gives up its blocks and goes on; returns how many sequences do."""
+        changed = self.model.learned.put(key, adapter)
+        drafts = [draft for draft in self._sequences.values() if draft.teaching and draft.teaching.key in changed]
+        for draft in drafts:
+            self.scheduler.release(draft)
+        return self._go_on(drafts, self.model)
+
+    def _go_on(self, drafts: Sequence[DraftSequence], method: ModelMethod) -> int:
+        """Lets sequences without blocks be drafted with other weights; how many can be."""
         num_kept = len(drafts)
         for draft in drafts:
             try:
@@ -208,7 +231,7 @@ class DraftEngine:
         self._arrivals += 1
         names = request.named_methods or self._default_methods
         self._sequences[key] = build_sequence(
-            key, request, sink, self._methods, names, self._rates, parent, self._arrivals, now
+            key, request, sink, self._methods, names, self._rates, parent, self._arrivals, now, self._learn_from
         )
         self._work.add(key, num_tokens, now)
 
@@ -343,7 +366,11 @@ class DraftEngine:
             self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
             if draft.committed > draft.prompt_len:
-                teach(self._learners, draft.text.tokens[: draft.committed], draft.context)
+                tokens = draft.text.tokens[: draft.committed]
+                teach(self._learners, tokens, draft.context)
+                lesson = None if draft.teaching is None else draft.teaching.lesson(tokens, draft.prompt_len)
+                if lesson is not None:
+                    self.lessons.add(lesson)
             self.scheduler.release(draft)
 
     def _send_pieces(self) -> None:

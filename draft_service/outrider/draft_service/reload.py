@@ -51,12 +51,12 @@ class Reloads:
     allow_hub: bool = False  # whether callers may have a model downloaded
     listeners: Sequence[Callable[[ModelInfo], None]] = ()  # are told which one drafts
     on_method: Callable[[ModelMethod], None] = lambda method: None  # is told how, before these
-    _one: OneReload = field(default_factory=OneReload)
+    one: OneReload = field(default_factory=OneReload)
 
     async def reload(self, model: str) -> Reloaded:
         """Puts a model (empty: the present one's folder, read again) in the place of the present one; it goes on where
         its caller leaves. Raises InvalidArgument, FailedPrecondition and ResourceExhausted."""
-        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder))
+        return await self.one.run(lambda: self._reload(Path(model) if model else self.folder))
 
     async def _reload(self, model: Path) -> Reloaded:
         before, began = self.info, time.monotonic()

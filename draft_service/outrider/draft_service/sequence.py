@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.draft_service.grammar import DraftGrammar
+from outrider.draft_service.lessons import Teaching
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
@@ -88,6 +89,7 @@ class DraftSequence:
     parent: DraftSequence | None = None  # whose prompt this one shares
     traceparent: str = ""  # of the request, if it is traced
     grammar: DraftGrammar | None = None  # behind the committed tokens
+    teaching: Teaching | None = None  # where what others were answered may draft for it
     committed: int = field(init=False)  # the committed length
     admitted: bool = False  # has looked into the prefix cache since it last held no blocks
     finished: bool = False  # the target commits nothing more

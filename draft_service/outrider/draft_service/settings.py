@@ -8,6 +8,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from outrider.draft_service.lessons import SALTED, UNSALTED
+from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
@@ -34,6 +36,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         "target_tokenizer": "targets of another vocabulary",
         "draft_adapter": "adapters",
         "allow_reload": "other weights while it serves",
+        "learn_from": "learning from what it serves",
     }
     first: ClassVar[tuple[str, ...]] = (
         "model", "method", "listen", "device", "dtype", "threads", "max_model_len", "cache_mb", "quantization",
@@ -69,6 +72,15 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         False, description="with allow-reload: the weights may be the hub's, which are downloaded, not a folder's alone"
     )
 
+    learn_from: list[str] = Field(
+        default_factory=list,
+        description="whose texts outrider learn may have, to make weights of them that draft for the same callers: "
+        f"{UNSALTED} (those without a salt, who then teach one another), {SALTED} (every salt, for itself alone), or a "
+        "salt (nobody's)",
+    )
+    learned_drafts: int = Field(8, ge=1, le=1024, description="with learn-from: how many such weights are in use")
+    learned_rank: int = Field(32, ge=1, le=MOST_RANK, description="with learn-from: their greatest rank")
+
     @property
     def tree(self) -> TokenTree | None:
         """What the model drafts; None: chains."""
@@ -98,6 +110,10 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
             raise ValueError("allow_hub_reload (--allow-hub-reload) is for reloads; give --allow-reload, too")
         if self.allow_reload:
             self.require_known_callers("allow_reload")
+        if self.learn_from and (self.model is None or "draft_model" not in self.methods):
+            raise ValueError("learn_from (--learn-from) is for --method draft_model, whose weights learn; leave it out")
+        if self.learn_from:
+            self.require_known_callers("learn_from")
         if self.speculative_token_tree is not None and self.methods != ("draft_model",):
             raise ValueError("speculative_token_tree is drafted by --method draft_model alone; leave it out")
         if self.quantization is not None and self.model is None:

@@ -27,10 +27,13 @@ from outrider.rpc.messages import (
     DraftVocabulary,
     Failure,
     FrameHeader,
+    LearnedDraft,
+    Lesson,
     Load,
     ModelInfo,
     Open,
     PromptLogprobs,
+    PutLearned,
     Reloaded,
     StepTimings,
     TargetInfo,
@@ -215,7 +218,15 @@ DRAFT_INFO = by_fields(
     methods=_METHODS,
     vocabularies=each(by_fields(DraftVocabulary, draft_pb2.DraftVocabulary)),
     capabilities=_CAPABILITIES,
+    learned=each(by_fields(LearnedDraft, draft_pb2.LearnedDraft)),
 )
+LESSON = by_fields(
+    Lesson,
+    draft_pb2.Lesson,
+    sampling=Codec(encode_sampling, partial(decode_sampling, prefix="lesson.sampling.")),
+    acceptance=Codec(int, lambda number: decode_acceptance(number, "lesson.acceptance")),
+)
+PUT_LEARNED = by_fields(PutLearned, draft_pb2.PutLearnedResponse)
 ADAPTER = by_fields(Adapter, generation_pb2.Adapter)
 DRAFT_TRIAL = by_fields(DraftTrial, generation_pb2.DraftTrial)
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)

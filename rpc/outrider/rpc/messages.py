@@ -363,6 +363,42 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """One sequence's text, and the law by which a target drew it."""
+
+    target_digest: str  # of the model that drew it, and its adapter
+    group: str  # the digest of its salt; empty: it had none
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    sampling: SamplingParams
+    acceptance: AcceptanceRule
+    seed: int
+    completion: int = 0
+    num_given: int = 0  # of output_ids, which were given when it was opened, and taught before
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedDraft:
+    """What drafts for a target's sequences of one group in place of the model alone."""
+
+    target_digest: str
+    group: str
+    digest: str  # of the weights and the draft's model together
+
+
+@dataclass(frozen=True, slots=True)
+class PutLearned:
+    """What became of putting learned weights in use, or out of it: the digests (empty: the model alone), how long
+    loading took, for how long nothing was drafted, and how many open sequences went on with them."""
+
+    before: str
+    after: str
+    load_ms: int
+    pause_ms: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftInfo:
     """What a draft service says of itself; the first method is the default."""
 
@@ -375,6 +411,7 @@ class DraftInfo:
     max_vocabulary_bytes: int = 0  # of a tokenizer.json that it takes
     info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
     machine: str = ""  # the same for services of one machine; empty: unknown
+    learned: tuple[LearnedDraft, ...] = ()  # low-rank weights that are in use
 
     @property
     def defaults(self) -> tuple[str, ...]:

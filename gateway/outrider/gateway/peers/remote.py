@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,8 @@ from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLin
 from outrider.rpc.codec import (
     ADAPTER,
     DRAFT_INFO,
+    LESSON,
+    PUT_LEARNED,
     RELAYED_DRAFT_STREAM,
     RELOADED,
     RELOADED_WEIGHTS,
@@ -43,7 +45,9 @@ from outrider.rpc.messages import (
     DraftEvent,
     DraftInfo,
     DraftTokens,
+    Lesson,
     Open,
+    PutLearned,
     Reloaded,
     TargetEvent,
     TargetInfo,
@@ -78,6 +82,25 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
     asked = draft_pb2.ReloadModelRequest(model=model)
     return RELOADED.decode(await _answer(stub.ReloadModel(asked, timeout=timeout_s)))
+
+
+async def lessons_of(channel: grpc.aio.Channel) -> AsyncIterator[tuple[list[Lesson], int]]:
+    """What a draft hands to who learns, as it comes, and how many lessons were given up; first nothing, once the stream
+    stands. Raises OutriderError."""
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    try:
+        async for message in stub.Learn(draft_pb2.LearnRequest()):
+            yield [LESSON.decode(lesson) for lesson in message.lessons], message.num_lost
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def put_learned(channel: grpc.aio.Channel, target_digest: str, group: str, path: str) -> PutLearned:
+    """Has a draft's sequences of one target and group be drafted for by a folder's adapter (empty: by the model alone).
+    Raises OutriderError."""
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    asked = draft_pb2.PutLearnedRequest(target_digest=target_digest, group=group, path=path)
+    return PUT_LEARNED.decode(await _answer(stub.PutLearned(asked)))
 
 
 async def reload_weights(

@@ -421,8 +421,8 @@ class SpeculationCore:
         return OpenTarget(request, (self._target_credit, *self._journal), like)
 
     def _open_draft(self) -> OpenDraft:
-        self._draft_until, self._draft_credit = 0, None  # the digest and what is seen are the target's alone
-        request = replace(self._open_request(), first_chain=self._last_chain + 1, model_digest="", media=())
+        self._draft_until, self._draft_credit = 0, None  # what is seen is the target's alone
+        request = replace(self._open_request(), first_chain=self._last_chain + 1, media=())
         return OpenDraft(request, self._renewed_draft_credit() if self.drafting else ())
 
     def _open_request(self) -> Open:

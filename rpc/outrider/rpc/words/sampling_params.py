@@ -191,6 +191,11 @@ class SamplingParams:
         """Whether the most probable token is taken, with ties to the lowest id."""
         return self.temperature == 0.0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens of little probability are left out of the law."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 PARAMETERS: Mapping[str, Parameter] = {
     name: parameter

@@ -1,0 +1,115 @@
+"""What a draft service hands to those who make weights of it: the texts of ended sequences, of callers who allow that,
+with the law by which they were drawn.
+
+Under rejection a draft is exact if it is independent of the random numbers that judge it. So a sequence whose seed may
+have come before teaches nothing under that rule, and nothing that was learned drafts for it; all other output either
+depends on no draft, or was drawn with numbers that no sequence had before."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple, Self
+
+from outrider.rpc.messages import Lesson, Open
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+
+UNSALTED, SALTED = "unsalted", "salted"  # in place of a salt: sequences without one; those with one, each for itself
+MAX_BYTES = 8 << 20  # of lessons that wait
+MAX_TOKENS = 8192  # of a lesson; what is longer teaches nothing
+TOKEN_BYTES = 4
+LESSON_BYTES = 512  # of what stands beside the tokens, about
+
+
+class LearningKey(NamedTuple):
+    """Sequences that teach one another, and no others."""
+
+    target_digest: str  # of the model that draws them, and its adapter
+    group: str  # the digest of their salt; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Of which others one sequence learns, and by what law it is drawn."""
+
+    key: LearningKey
+    sampling: SamplingParams
+    acceptance: AcceptanceRule
+    seed: int
+    completion: int
+    num_given: int  # tokens of its output when it was opened
+
+    @classmethod
+    def of(cls, request: Open, salts: Collection[str]) -> Self | None:
+        """Of a request, where `salts` may learn; None where nothing learned may draft for it."""
+        allowed = request.salt in salts or (SALTED if request.salt else UNSALTED) in salts
+        if not (allowed and request.may_recall and request.model_digest):
+            return None
+        key, num_given = LearningKey(request.model_digest, group_of(request.salt)), len(request.output_ids)
+        return cls(key, request.sampling, request.acceptance, request.seed, request.completion, num_given)
+
+    def lesson(self, tokens: Sequence[int], prompt_len: int) -> Lesson | None:
+        """What a sequence teaches that has ended, all of whose tokens were committed; None: nothing."""
+        if len(tokens) <= prompt_len + self.num_given or not is_whole_law(self.sampling):
+            return None
+        return Lesson(
+            *self.key,
+            array("I", tokens[:prompt_len]),
+            array("I", tokens[prompt_len:]),
+            self.sampling,
+            self.acceptance,
+            self.seed,
+            self.completion,
+            self.num_given,
+        )
+
+
+def is_whole_law(sampling: SamplingParams) -> bool:
+    """Whether a token's likelihood follows from the draft's logits: a cut law's is of tokens that the target alone
+    knows, and so is a grammar's, some of whose tokens are forced."""
+    return sampling.structured_output is None and (sampling.greedy or not sampling.cuts)
+
+
+def group_of(salt: str) -> str:
+    """By which a salt's sequences are known; nothing tells the salt."""
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()[:32] if salt else ""
+
+
+class Lessons:
+    """Those that wait for who learns of them, the newest in so many bytes. Any thread may ask."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._waiting, self._lock = max_bytes, deque[Lesson](), Lock()
+        self._num_lost = 0  # since `take`
+        self.num_bytes = 0  # of those that wait
+        self.num_added = 0  # since the start
+
+    def add(self, lesson: Lesson) -> None:
+        """Takes one, and gives up the oldest where it has no room."""
+        with self._lock:
+            self.num_added += 1
+            if bytes_of(lesson) > min(self._max_bytes, LESSON_BYTES + TOKEN_BYTES * MAX_TOKENS):
+                self._num_lost += 1
+                return
+            self._waiting.append(lesson)
+            self.num_bytes += bytes_of(lesson)
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= bytes_of(self._waiting.popleft())
+                self._num_lost += 1
+
+    def take(self) -> tuple[list[Lesson], int]:
+        """All that wait, and how many were given up since the last time."""
+        with self._lock:
+            taken, lost = list(self._waiting), self._num_lost
+            self._waiting.clear()
+            self.num_bytes = self._num_lost = 0
+        return taken, lost
+
+
+def bytes_of(lesson: Lesson) -> int:
+    """Memory that a lesson takes, about."""
+    return LESSON_BYTES + TOKEN_BYTES * (len(lesson.prompt_ids) + len(lesson.output_ids))

@@ -1,0 +1,100 @@
+"""What was learned from ended sequences is put in use. The weights are loaded on a thread of their own, and take their
+place between two steps: what is open goes on with them, and nothing that was drafted is drafted again. What cannot be
+used is told, and what was in use stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.draft_service.lessons import LearningKey
+from outrider.engine.adapters.config import UnsupportedAdapter
+from outrider.engine.adapters.loader import load_adapter
+from outrider.engine.batch import PreparedAdapter
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, one_line
+from outrider.rpc.messages import LearnedDraft, PutLearned
+
+if TYPE_CHECKING:
+    from outrider.draft_service.engine import DraftEngine
+    from outrider.rpc.engine_service import DeviceThread
+    from outrider.rpc.reloads import OneReload
+
+logger = logging.getLogger(__name__)
+
+MAX_DIGEST, MAX_GROUP, MAX_PATH = 128, 32, 4096  # characters
+
+
+@dataclass(slots=True, eq=False)
+class LearnedDrafts:
+    """Puts them in use, one change at a time, and none beside another model's. Belongs to the event loop."""
+
+    engine: DraftEngine
+    thread: DeviceThread
+    one: OneReload
+    model_digest: Callable[[], str]  # of the present model
+    listener: Callable[[tuple[LearnedDraft, ...]], None] = lambda rows: None  # is told what is in use
+
+    async def put(self, key: LearningKey, path: str) -> PutLearned:
+        """Lets a folder's weights draft for a key (empty: the model alone). Raises InvalidArgument and
+        FailedPrecondition."""
+        _check(key, path)
+        return await self.one.run(partial(self._put, key, path))
+
+    async def _put(self, key: LearningKey, path: str) -> PutLearned:
+        began, method = time.monotonic(), self.engine.model
+        adapter = await asyncio.to_thread(self._loaded, Path(path)) if path else None
+        load_s = time.monotonic() - began
+        swap = partial(self._swap, key, adapter)
+        try:
+            before, num_sequences, pause_s = await asyncio.wrap_future(self.thread.call(swap))
+        except (ValueError, MemoryError, RuntimeError) as error:
+            raise FailedPrecondition(f"path: {path} cannot be used: {one_line(error)}", reason="NOT_LOADED") from error
+        self.listener(method.learned.rows())
+        after = "" if adapter is None else adapter.digest
+        logger.info("%s drafts for %s in place of %s", _named(after), _of(key), _named(before))
+        return PutLearned(before, after, round(1000 * load_s), round(1000 * pause_s), num_sequences)
+
+    def _loaded(self, folder: Path) -> PreparedAdapter:
+        runner = self.engine.model.proposer.runner
+        adapters = runner.adapters
+        if adapters is None:
+            raise FailedPrecondition("path: this draft's model has no room for learned weights", reason="NO_ROOM")
+        try:
+            return adapters.prepare(
+                load_adapter(folder, runner.model, self.model_digest(), most_rank=adapters.room.max_rank)
+            )
+        except UnsupportedAdapter as error:
+            allowed = "the folder of an adapter of this draft's model in PEFT's layout"
+            raise InvalidArgument.of([Violation("path", f"{one_line(error)}; allowed: {allowed}")]) from error
+
+    def _swap(self, key: LearningKey, adapter: PreparedAdapter | None) -> tuple[str, int, float]:
+        """Between two steps, on the device thread."""
+        began, found = time.monotonic(), self.engine.model.learned.get(key)
+        num_sequences = self.engine.put_learned(key, adapter)
+        return "" if found is None else found.digest, num_sequences, time.monotonic() - began
+
+
+def _check(key: LearningKey, path: str) -> None:
+    found = Violations()
+    if not 0 < len(key.target_digest) <= MAX_DIGEST:
+        problem = f"has {len(key.target_digest)} characters"
+        found.add("target_digest", problem, f"a model's digest, 1 to {MAX_DIGEST}")
+    if len(key.group) > MAX_GROUP:
+        found.add("group", f"has {len(key.group)} characters", f"a lesson's group, at most {MAX_GROUP}")
+    if len(path) > MAX_PATH or "\0" in path:
+        found.add("path", f"has {len(path)} characters", f"a folder's path, at most {MAX_PATH}, none of them NUL")
+    found.raise_if_any()
+
+
+def _named(digest: str) -> str:
+    return f"learned {digest[:12]}" if digest else "the model alone"
+
+
+def _of(key: LearningKey) -> str:
+    return f"target {key.target_digest[:12]}, {'group ' + key.group[:12] if key.group else 'no salt'}"
