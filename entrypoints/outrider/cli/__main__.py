@@ -67,6 +67,7 @@ SUBJECTS: dict[str, dict[str, Command]] = {
         "model check": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
         "model convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors", "target"),
         "model train": Command("", "make a draft for a target, or a head, by distillation", "train"),
+        "learn": Command("", "let a draft learn from what it drafts for, while it serves", "train"),
         "model tap": Command("", "write a target's hidden states on a corpus, for training heads", "train"),
     },
     "measure": {

@@ -1,0 +1,1 @@
+"""A draft learns from the traffic that it serves: `outrider learn`."""

@@ -1,0 +1,152 @@
+"""`outrider learn`: makes low-rank weights for a draft of the texts that it drafts for, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, field_validator
+
+from outrider.cli.access import ServicesAccessSettings, check_addresses
+from outrider.cli.arguments import fail, one_line, parse, require_config
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.hub import locate
+from outrider.rpc.logs import setup_logging
+
+if TYPE_CHECKING:
+    from outrider.learning.learner import Learner
+    from outrider.learning.links import DraftLink
+    from outrider.learning.versions import Key
+
+DESCRIPTION = (
+    "Let a draft learn from what it drafts for. It is one that was started with --learn-from, whose folder of weights "
+    "(--model) this process reads, too. Texts that targets answer train low-rank weights; what is judged better, by "
+    "texts held out, drafts from then on, and is taken back if it falls behind. Several drafts of the same weights "
+    "share what is learned. The tokens that clients get do not change."
+)
+DRAFT = "127.0.0.1:50052"
+
+
+class LearnSettings(ServicesAccessSettings):
+    """From whom is learned, and how."""
+
+    section: ClassVar[str] = "learn"
+
+    model: Path = Field(description="folder of the draft's checkpoint, or its hub id; the one that the drafts serve")
+    folder: Path = Field(description="folder of the versions, which the drafts read, too")
+    draft: list[str] = Field(
+        default_factory=lambda: [DRAFT], description=f"address of a draft service, or several (default: {DRAFT})"
+    )
+    rank: int = Field(16, ge=1, le=64, description="of the weights; at most the drafts' --learned-rank")
+    learning_rate: float = Field(2e-3, gt=0, le=1, description="of the optimizer")
+    batch: int = Field(8, ge=1, le=256, description="texts of a step")
+    greedy_weight: float = Field(1.0, ge=0, le=100, description="of a greedy token's likelihood, beside a drawn one's")
+    replay_weight: float = Field(
+        0.3, ge=0, le=100, description="of the divergence from the draft as it was, on texts that it writes itself"
+    )
+    hold_out: int = Field(5, ge=2, le=1000, description="one text in so many judges, and teaches nothing")
+    error: float = Field(
+        0.01, gt=0, lt=1, description="share of judgements that may promote what is no better, at most"
+    )
+    num_draft_tokens: int = Field(5, ge=1, le=128, description="drafted tokens of a round, as judgements count")
+    memory_mb: int = Field(64, ge=1, description="memory of the texts of a target and salt, in MiB")
+    keys: int = Field(8, ge=1, le=1024, description="targets and salts that are learned of at once, the latest")
+    max_tokens: int = Field(2048, ge=16, le=8192, description="longest text that teaches, prompt and answer")
+    threads: int = Field(1, ge=1, le=256, description="threads of its passes")
+    niceness: int = Field(19, ge=0, le=19, description="by how much others go first on its cores; 0: they do not")
+    seconds: float = Field(0.0, ge=0, description="after which it ends; 0: never")
+    metrics: str = Field("", description="address of its metrics: HOST:PORT or :PORT")
+
+    _check_addresses = field_validator("draft")(check_addresses)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider learn") -> int:
+    """Learns until SIGTERM or SIGINT; 1 where it cannot."""
+    settings = parse(LearnSettings, argv, prog, DESCRIPTION)
+    setup_logging("text", "outrider-learn")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+    os.nice(settings.niceness)
+    try:
+        model = locate(settings.model)
+        require_config(model, "--model")
+        learner = make_learner(settings, model)
+        asyncio.run(serve(settings, learner))
+    except (OutriderError, OSError, ValueError) as error:
+        return fail(prog, error, one_line(error))
+    return 0
+
+
+@asynccontextmanager
+async def exported_metrics(listen: str, learner: Learner, links: Sequence[DraftLink]) -> AsyncIterator[None]:
+    """While in it, the series are served where `listen` says; ready while a draft is there."""
+    from outrider.learning.metrics import LearnerMetrics
+    from outrider.rpc.metrics import exported
+    from outrider.rpc.server import HealthMonitor
+
+    health = HealthMonitor(["outrider.learn"], is_ready=lambda: any(link.is_there for link in links))
+    await health.start()
+    try:
+        async with exported(LearnerMetrics(learner), listen, health, "learner"):
+            yield
+    finally:
+        await health.stop()
+
+
+def make_learner(settings: LearnSettings, model: Path) -> Learner:
+    """Loads the draft's model, and what was in use. Raises ValueError."""
+    import torch
+
+    from outrider.learning.learner import Learner, LearnerPlan
+    from outrider.learning.student import Student, StudentPlan
+    from outrider.learning.traffic import PoolPlan
+    from outrider.learning.versions import Shelf
+
+    torch.set_num_threads(settings.threads)
+    pool = PoolPlan(settings.memory_mb << 20, settings.hold_out, settings.max_tokens)
+    plan = LearnerPlan(pool, settings.keys, error=settings.error, window=settings.num_draft_tokens)
+    how = StudentPlan(
+        settings.rank, settings.learning_rate, settings.batch, settings.greedy_weight, settings.replay_weight
+    )
+    student = Student(model, how)
+    return Learner(student, Shelf(settings.folder.absolute(), student.digest), plan)
+
+
+async def serve(settings: LearnSettings, learner: Learner) -> None:
+    """Learns on a thread of its own, beside the drafts' streams. Raises what ends a stream for good."""
+    from outrider.learning.learner import run
+    from outrider.learning.links import DraftLink
+
+    over = threading.Event()
+    loop, tls = asyncio.get_running_loop(), settings.draft_tls()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    if settings.seconds:
+        loop.call_later(settings.seconds, stopped.set)
+
+    def in_use() -> Mapping[Key, tuple[str, str]]:
+        return {key: (version.digest, version.path) for key, version in dict(learner.shelf.live).items()}
+
+    links = [DraftLink(address, tls, learner, in_use) for address in settings.draft]
+    learning = asyncio.create_task(asyncio.to_thread(run, learner, over.is_set))
+    tasks = [learning, asyncio.create_task(stopped.wait()), *(asyncio.create_task(link.run()) for link in links)]
+    async with AsyncExitStack() as stack:
+        if settings.metrics:
+            await stack.enter_async_context(exported_metrics(settings.metrics, learner, links))
+        logging.getLogger(__name__).info("learns from %s", ", ".join(settings.draft))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.set()
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

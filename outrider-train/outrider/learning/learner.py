@@ -1,0 +1,246 @@
+"""A learner: for every key weights that are trained on its lessons, candidates of them that are judged by lessons held
+out, and what is in use, which is watched.
+
+A candidate is a copy of the weights of one moment. Lessons held out judge it against what is in use, and where a later
+copy takes its place, judge on: where no copy is any better, one is promoted in at most the share of cases that is the
+judgement's error. What was promoted is judged on, against the draft's model alone, and taken back where that is
+better."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from outrider.learning.judgement import Trial, Verdict, worth
+from outrider.learning.student import State, Student
+from outrider.learning.traffic import Pool, PoolPlan
+from outrider.learning.versions import Key, Shelf, Version, new_version
+from outrider.rpc.messages import Lesson
+
+logger = logging.getLogger(__name__)
+
+TURN_STEPS = 8  # of a key, before another's turn
+MOST_READS = 16  # of a lesson, on average: more is learned by heart
+LEAST_LESSONS = 8  # of a key, before anything is learned of it
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPlan:
+    """What is learned of whom, and how it is judged."""
+
+    pool: PoolPlan = field(default_factory=PoolPlan)
+    most_keys: int = 8
+    candidate_steps: int = 24  # between two candidates
+    error: float = 0.01  # of a judgement
+    most_judges: int = 400  # lessons, after which a judgement begins anew
+    window: int = 5  # drafted tokens of a round, as judgements count
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """Weights that are being judged."""
+
+    state: State
+    num_steps: int
+    num_lessons: int
+
+
+@dataclass(slots=True, eq=False)
+class Pupil:
+    """The weights of one key."""
+
+    key: Key
+    pool: Pool
+    state: State  # that are trained
+    optimizer: torch.optim.Optimizer
+    trial: Trial  # of the candidates, against what is in use
+    live: State | None = None  # in use; None: the model alone
+    watch: Trial | None = None  # of the model alone, against what is in use
+    candidate: Candidate | None = None
+    num_steps: int = 0
+    loss: float = 0.0
+    scores: dict[str, float] = field(default_factory=dict)  # worth of a lesson, smoothed, by what drafts
+
+    def wants_steps(self, batch_size: int) -> bool:
+        """Whether there is something to learn that was not read often enough."""
+        most = MOST_READS * self.pool.num_taken // batch_size
+        return self.pool.num_learnt_from >= LEAST_LESSONS and self.num_steps < most
+
+    def note(self, name: str, value: float) -> None:
+        """What a lesson was worth with what drafts."""
+        self.scores[name] = value if name not in self.scores else 0.95 * self.scores[name] + 0.05 * value
+
+
+class Learner:
+    """Lessons in, versions out. `take` may be called from any thread; all else belongs to the one that trains."""
+
+    def __init__(
+        self,
+        student: Student,
+        shelf: Shelf,
+        plan: LearnerPlan,
+        on_change: Callable[[Key, Version | None], None] = lambda key, version: None,
+    ) -> None:
+        """Goes on with what the shelf says is in use. `on_change` is told of every promotion and every one that is
+        taken back."""
+        self.student, self.shelf, self.plan, self._on_change = student, shelf, plan, on_change
+        self._pupils: OrderedDict[Key, Pupil] = OrderedDict()  # the one taught longest ago first
+        self._turns: list[Key] = []
+        self._lock = Lock()
+        self.num_promoted = self.num_taken_back = self.num_lost = 0
+        for key, version in list(shelf.live.items()):
+            self._go_on(key, version)
+
+    def take(self, lessons: Sequence[Lesson], num_lost: int = 0) -> None:
+        """Keeps what a draft handed out."""
+        with self._lock:
+            self.num_lost += num_lost
+            for lesson in lessons:
+                self._pupil(Key(lesson.target_digest, lesson.group)).pool.take(lesson)
+
+    def turn(self) -> bool:
+        """A few steps of one key, and what its lessons judge; whether there was anything to do."""
+        pupil = self._next()
+        if pupil is None:
+            return False
+        self._learn(pupil)
+        self._judge(pupil, pupil.pool.judges())
+        return True
+
+    def pupils(self) -> list[Pupil]:
+        """Those that there are."""
+        with self._lock:
+            return list(self._pupils.values())
+
+    def _next(self) -> Pupil | None:
+        with self._lock:
+            size = self.student.plan.batch_size
+            waiting = [key for key, one in self._pupils.items() if one.wants_steps(size) or one.pool.has_judges]
+            if not waiting:
+                return None
+            behind = [key for key in self._turns if key in waiting]
+            new = [key for key in waiting if key not in behind]
+            key = (new or behind)[0]
+            self._turns = [other for other in self._turns if other != key and other in self._pupils] + [key]
+            return self._pupils[key]
+
+    def _learn(self, pupil: Pupil) -> None:
+        size = self.student.plan.batch_size
+        if not pupil.wants_steps(size):
+            return
+        self.student.hold(pupil.state)
+        for _ in range(TURN_STEPS):
+            try:
+                pupil.loss = self.student.step(pupil.optimizer, pupil.pool.batch(size), pupil.num_steps)
+            except FloatingPointError as error:
+                logger.warning("%s: %s; its weights begin anew", _of(pupil.key), error)
+                self._begin_anew(pupil)
+                return
+            pupil.num_steps += 1
+        pupil.state = self.student.state()
+        before = 0 if pupil.candidate is None else pupil.candidate.num_steps
+        if pupil.num_steps - before >= self.plan.candidate_steps:
+            pupil.candidate = Candidate(pupil.state, pupil.num_steps, pupil.pool.num_taken)
+
+    def _judge(self, pupil: Pupil, lessons: Sequence[Lesson]) -> None:
+        candidate = pupil.candidate
+        alone = self._worths(lessons, None)
+        live = alone if pupil.live is None else self._worths(lessons, pupil.live)
+        new = live if candidate is None else self._worths(lessons, candidate.state)
+        for worths in zip(alone, live, new, strict=True):
+            for name, value in zip(("alone", "live", "candidate"), worths, strict=True):
+                pupil.note(name, value)
+            if pupil.watch is not None and pupil.watch.add(worths[0], worths[1]) is Verdict.BETTER:
+                self._take_back(pupil)
+                return
+            verdict = Verdict.OPEN if candidate is None else pupil.trial.add(worths[2], worths[1])
+            if candidate is not None and verdict is Verdict.BETTER:
+                self._promote(pupil, candidate)
+            if verdict is not Verdict.OPEN:
+                pupil.trial = self._new_trial()
+                return
+
+    def _new_trial(self) -> Trial:
+        return Trial(self.plan.error, self.plan.most_judges)
+
+    def _worths(self, lessons: Sequence[Lesson], state: State | None) -> list[float]:
+        """Of each lesson; None: with the model alone."""
+        if state is not None:
+            self.student.hold(state)
+        student, is_learned = self.student, state is not None
+        return [worth(lesson, student.logits(lesson, is_learned), self.plan.window) for lesson in lessons]
+
+    def _promote(self, pupil: Pupil, candidate: Candidate) -> None:
+        number, path = self.shelf.place(pupil.key)
+        digest, trial = self.student.write(candidate.state, path), pupil.trial
+        counts = {
+            "num_lessons": candidate.num_lessons, "num_steps": candidate.num_steps, "num_judged": trial.num_lessons,
+        }  # fmt: skip
+        version = new_version(number, digest, path, counts, trial.mean_gain, self.plan.error)
+        pupil.live, pupil.watch = candidate.state, Trial(self.plan.error, most=2**31)
+        self.num_promoted += 1
+        self._change(pupil.key, version, version.said)
+
+    def _take_back(self, pupil: Pupil) -> None:
+        self._begin_anew(pupil)
+        self.num_taken_back += 1
+        self._change(pupil.key, None, "the model alone drafts better: taken back")
+
+    def _begin_anew(self, pupil: Pupil) -> None:
+        """Its weights are those of the model alone again; what is in use stays, unless it was taken back."""
+        pupil.state, pupil.optimizer, pupil.candidate = self.student.untrained(), self.student.new_optimizer(), None
+        pupil.trial = self._new_trial()
+
+    def _change(self, key: Key, version: Version | None, said: str) -> None:
+        if version is None:
+            self._pupils[key].live = self._pupils[key].watch = None
+        self.shelf.put(key, version)
+        logger.info("%s: %s", _of(key), said)
+        self._on_change(key, version)
+
+    def _pupil(self, key: Key) -> Pupil:
+        """Of a key, a new one if need be: from the weights of the same salt's latest other target, if there is one.
+        Then the one that was taught longest ago goes where there are too many."""
+        pupil = self._pupils.get(key)
+        if pupil is None:
+            akin = next((one for one in reversed(self._pupils.values()) if one.key.group == key.group), None)
+            state = self.student.untrained() if akin is None else dict(akin.state)
+            pupil = self._pupils[key] = self._new(key, state)
+            while len(self._pupils) > self.plan.most_keys:
+                gone, _ = self._pupils.popitem(last=False)
+                self.shelf.put(gone, None)
+                self._on_change(gone, None)
+        self._pupils.move_to_end(key)
+        return pupil
+
+    def _new(self, key: Key, state: State) -> Pupil:
+        pool, optimizer = Pool(self.plan.pool, self.student.vocab_size), self.student.new_optimizer()
+        return Pupil(key, pool, state, optimizer, self._new_trial())
+
+    def _go_on(self, key: Key, version: Version) -> None:
+        try:
+            state = self.student.read(Path(version.path))
+        except ValueError as error:
+            logger.warning("%s: version %d is left aside: %s", _of(key), version.number, error)
+            self.shelf.put(key, None)
+            return
+        pupil = self._pupils[key] = self._new(key, state)
+        pupil.live, pupil.watch = state, Trial(self.plan.error, most=2**31)
+
+
+def _of(key: Key) -> str:
+    return f"target {key.target_digest[:12]}, {'group ' + key.group[:12] if key.group else 'no salt'}"
+
+
+def run(learner: Learner, is_over: Callable[[], bool], pause_s: float = 0.2) -> None:
+    """Learns until it is over."""
+    while not is_over():
+        if not learner.turn():
+            time.sleep(pause_s)

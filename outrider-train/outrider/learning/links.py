@@ -1,0 +1,99 @@
+"""Between a learner and the drafts that it learns from: lessons come, and every draft is brought to use the versions
+that are to be in use, also one that has started again. A draft that is away is sought again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned
+from outrider.learning.learner import Learner
+from outrider.learning.versions import Key
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
+from outrider.rpc.security import ClientTls, open_channel
+from outrider.rpc.status import from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+LOOKS_EVERY_S = 0.5
+SOUGHT_EVERY_S = 2.0
+FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER")  # reasons for which nothing more can be learned from a draft
+
+
+@dataclass(slots=True, eq=False)
+class DraftLink:
+    """One draft. Belongs to the event loop."""
+
+    address: str
+    tls: ClientTls | None
+    learner: Learner
+    in_use: Callable[[], Mapping[Key, tuple[str, str]]]  # digest and path, by key
+    used: dict[Key, str] = field(default_factory=dict)  # what the draft has, as it said
+    refused: set[str] = field(default_factory=set)  # digests
+    is_there: bool = False
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises PermissionDenied and FailedPrecondition for a draft that nothing can be learned
+        from."""
+        while True:
+            try:
+                async with open_channel(self.address, self.tls) as channel:
+                    await self._serve(channel)
+            except OutriderError as error:
+                if isinstance(error, PermissionDenied) or error.reason in FINAL:
+                    raise type(error)(f"draft {self.address}: {error.message}", reason=error.reason) from error
+                if self.is_there:
+                    logger.warning("draft %s is away: %s", self.address, error.message)
+            self.is_there = False
+            await asyncio.sleep(SOUGHT_EVERY_S)
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        await self._look(channel)
+        keeping = asyncio.create_task(self._keep_up(channel))
+        try:
+            async for lessons, num_lost in lessons_of(channel):
+                self.is_there = True
+                if lessons or num_lost:
+                    await asyncio.to_thread(self.learner.take, lessons, num_lost)
+                if keeping.done():
+                    break
+        finally:
+            keeping.cancel()
+            try:
+                await keeping
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+
+    async def _keep_up(self, channel: grpc.aio.Channel) -> None:
+        """Lets the draft use what is to be used, whenever that changes."""
+        while True:
+            wanted = self.in_use()
+            for key in {*wanted, *self.used}:
+                digest, path = wanted.get(key, ("", ""))
+                if digest == self.used.get(key, "") or digest in self.refused:
+                    continue
+                try:
+                    done = await put_learned(channel, *key, path)
+                    self.used[key] = done.after
+                except InvalidArgument as error:
+                    self.refused.add(digest)
+                    logger.warning("draft %s does not take %s: %s", self.address, path, error.message)
+                if not self.used.get(key):
+                    self.used.pop(key, None)
+            await asyncio.sleep(LOOKS_EVERY_S)
+
+    async def _look(self, channel: grpc.aio.Channel) -> None:
+        """What the draft is, and has. Raises FailedPrecondition where it has another model."""
+        try:
+            info = await DRAFT_SERVICE.get_info(channel)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if info.model.digest != self.learner.student.digest:
+            own, its = self.learner.student.digest[:12], info.model.digest[:12] or "none"
+            raise FailedPrecondition(f"drafts with another model, {its}, than --model, {own}", reason="OTHER_MODEL")
+        self.used = {Key(row.target_digest, row.group): row.digest for row in info.learned}

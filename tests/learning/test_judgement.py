@@ -1,0 +1,106 @@
+"""What weights are worth in shadow is what they would have been worth in service, and a wrong promotion is rare."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import DraftHarness, commit, credit, new_open
+from support.lessons import DRAWN, GREEDY, Target
+
+from outrider.engine.loader import load_model
+from outrider.learning.judgement import Trial, Verdict, share_accepted, worth
+from outrider.learning.student import Student, StudentPlan
+from outrider.rpc.messages import DraftTokens, Lesson
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+
+WINDOW = 3
+
+
+def served(draft: Path, lesson: Lesson) -> tuple[int, int, int]:
+    """What a draft service's drafts come to, round by round: accepted, drafted within the text, and rounds."""
+    harness = DraftHarness(loaded=load_model(draft))
+    text, at = [*lesson.prompt_ids, *lesson.output_ids], len(lesson.prompt_ids)
+    opened = new_open(1, lesson.prompt_ids, lesson.sampling, acceptance=lesson.acceptance, seed=lesson.seed)
+    said: list[Any] = harness.run(opened, credit(1, at + WINDOW, WINDOW))
+    accepted = drafted = rounds = 0
+    while at < len(text):
+        pieces = [event for event in said if isinstance(event, DraftTokens) and event.position == at]
+        ids = pieces[-1].ids[: len(text) - at]
+        agreed = next((i for i, token in enumerate(ids) if token != text[at + i]), len(ids))
+        accepted, drafted, rounds = accepted + agreed, drafted + len(ids), rounds + 1
+        new = text[at : at + agreed + 1]
+        chain = pieces[-1].chain
+        at += len(new)
+        said = harness.run(
+            commit(1, at - len(new), *new, chain=chain, num_drafted=len(ids), num_accepted=agreed),
+            credit(1, at + WINDOW, WINDOW),
+        )
+    return accepted, drafted, rounds
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(DRAWN, repetition_penalty=1.3, logit_bias={40: 2.0})])
+def test_the_shadow_is_what_a_service_drafts(draft: Path, targets: dict[str, Target], sampling: SamplingParams) -> None:
+    """Of a text that another model wrote, accepted over drafted."""
+    student = Student(draft, StudentPlan())
+    lesson = replace(targets["one"].lesson(3, 40, replace(sampling, repetition_penalty=1.0, logit_bias={})))
+    lesson = replace(lesson, sampling=sampling)
+    accepted, drafted, rounds = served(draft, lesson)
+    found = worth(lesson, student.logits(lesson), WINDOW)
+    assert rounds > 5 and found == pytest.approx(accepted / drafted, abs=1e-9)
+
+
+def by_hand(agreed: Sequence[bool], window: int) -> float:
+    rest, accepted, drafted = list(agreed), 0, 0
+    while rest:
+        guess = rest[:window]
+        count = [*guess, False].index(False)
+        accepted, drafted, rest = accepted + count, drafted + len(guess), rest[count + 1 :]
+    return accepted / drafted if drafted else 0.0
+
+
+def test_rounds_are_counted_as_they_come() -> None:
+    dice = random.Random(1)
+    for _ in range(500):
+        agreed = [dice.random() < 0.6 for _ in range(dice.randrange(30))]
+        window = dice.randrange(1, 7)
+        assert share_accepted(agreed, window) == pytest.approx(by_hand(agreed, window))
+
+
+def test_under_rejection_it_is_the_texts_probability(draft: Path, targets: dict[str, Target]) -> None:
+    lesson = replace(targets["one"].lesson(3), acceptance=AcceptanceRule.REJECTION)
+    logits = Student(draft, StudentPlan()).logits(lesson)
+    probs = (logits / lesson.sampling.temperature).softmax(-1)[range(24), list(lesson.output_ids)]
+    assert worth(lesson, logits, WINDOW) == pytest.approx(float(probs.mean()))
+
+
+ERROR = 0.05
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.4, 1.0])
+def test_what_is_no_better_is_promoted_as_seldom_as_is_said(spread: float) -> None:
+    """However often one looks, over trials of 300 lessons whose differences have no mean."""
+    dice, runs, promoted = random.Random(7), 1000, 0
+    for _ in range(runs):
+        trial = Trial(ERROR, most=300)
+        verdict = Verdict.OPEN
+        while verdict is Verdict.OPEN:
+            difference = dice.choice((-spread, spread))
+            verdict = trial.add(max(0.0, difference), max(0.0, -difference))
+        promoted += verdict is Verdict.BETTER
+    print(f"{promoted} of {runs}")
+    assert promoted <= ERROR * runs + 3 * (ERROR * runs) ** 0.5
+
+
+def test_what_is_better_is_promoted_soon_and_what_is_worse_is_not() -> None:
+    dice = random.Random(7)
+    for gain, expected in ((0.15, Verdict.BETTER), (-0.15, Verdict.NO_BETTER)):
+        trial, verdict = Trial(0.01), Verdict.OPEN
+        while verdict is Verdict.OPEN:
+            verdict = trial.add(0.5 + gain + dice.uniform(-0.2, 0.2), 0.5)
+        assert verdict is expected and trial.num_lessons < 120
+        assert trial.mean_gain == pytest.approx(gain, abs=0.05)

@@ -1,0 +1,188 @@
+"""What a learner does with lessons: what is better is put in use and kept, what falls behind is taken back, nobody
+else's traffic has a part in it, and it goes on where it was ended."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.lessons import GREEDY, VOCAB, Target
+
+from outrider.learning.learner import Learner, LearnerPlan
+from outrider.learning.student import State, Student, StudentPlan
+from outrider.learning.traffic import PoolPlan
+from outrider.learning.versions import CARD_NAME, KEPT, Key, Shelf, Version
+from outrider.rpc.messages import Lesson
+from outrider.rpc.words.sampling_params import AcceptanceRule
+
+HOW = StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_weight=0.0)
+PLAN = LearnerPlan(PoolPlan(hold_out=3), candidate_steps=16, error=0.05, window=4)
+
+
+@pytest.fixture(scope="module")
+def student(draft: Path) -> Student:
+    return Student(draft, HOW)
+
+
+@pytest.fixture(scope="module")
+def lessons() -> list[Lesson]:
+    """Of a target that counts by sevens, which the draft's model knows nothing of."""
+    dice, found = random.Random(2), []
+    for number in range(80):
+        text = [dice.randrange(30, 54)]
+        for _ in range(16):
+            text.append(30 + (text[-1] - 30 + 7) % 24)
+        prompt = [*(dice.randrange(60, 99) for _ in range(3)), text[0]]
+        found.append(Lesson("1" * 64, "", prompt, text[1:], GREEDY, AcceptanceRule.COUPLED, number))
+    return found
+
+
+def new_learner(student: Student, folder: Path, plan: LearnerPlan = PLAN) -> tuple[Learner, list[tuple[Key, bool]]]:
+    told: list[tuple[Key, bool]] = []
+    shelf = Shelf(folder, student.digest)
+    return Learner(student, shelf, plan, lambda key, version: told.append((key, version is not None))), told
+
+
+def fed(learner: Learner, lessons: Sequence[Lesson], until: str, at_once: int = 10) -> int:
+    """Feeds them by and by until a counter of the learner rises; how many it took."""
+    before = getattr(learner, until)
+    for start in range(0, len(lessons), at_once):
+        learner.take(lessons[start : start + at_once])
+        for _ in range(3):
+            learner.turn()
+            if getattr(learner, until) > before:
+                return start + at_once
+    raise AssertionError(f"{until} stayed {before}")
+
+
+def same(left: State, right: State) -> bool:
+    return all(left[name].equal(right[name]) for name in left)
+
+
+def test_what_is_better_is_put_in_use_and_goes_on_after_an_end(
+    student: Student, lessons: list[Lesson], tmp_path: Path
+) -> None:
+    learner, told = new_learner(student, tmp_path)
+    key = Key(lessons[0].target_digest, "")
+    fed(learner, lessons, "num_promoted")
+    (pupil,) = learner.pupils()
+    version = learner.shelf.live[key]
+    card = json.loads((Path(version.path) / CARD_NAME).read_text())
+    assert told == [(key, True)] and version.gain > 0 and card["digest"] == version.digest
+    assert card["target_digest"] == key.target_digest and card["num_lessons"] >= card["num_judged"] > 0
+    assert version.said.startswith("version 1 (") and "error at most 0.05" in version.said
+    assert pupil.live is not None and same(student.read(Path(version.path)), pupil.live)
+    again, _ = new_learner(student, tmp_path)
+    (went_on,) = again.pupils()
+    assert went_on.live is not None and same(went_on.live, pupil.live) and same(went_on.state, pupil.live)
+    assert again.shelf.live == {key: version}
+
+
+def test_what_falls_behind_is_taken_back(
+    student: Student, lessons: list[Lesson], targets: dict[str, Target], tmp_path: Path
+) -> None:
+    """The traffic is now what the draft's own model says; it is the same target to the draft."""
+    learner, told = new_learner(student, tmp_path)
+    fed(learner, lessons, "num_promoted")
+    key = Key(lessons[0].target_digest, "")
+    learner.plan = replace(PLAN, candidate_steps=10**6)  # none that has learned the new traffic is in time
+    other = [replace(targets["own"].lesson(number, 16), target_digest=key.target_digest) for number in range(200, 240)]
+    fed(learner, other, "num_taken_back")
+    (pupil,) = learner.pupils()
+    assert told[-1] == (key, False) and learner.shelf.live == {} and pupil.live is None
+    assert same(pupil.state, student.untrained())
+
+
+def nonsense(count: int, group: str) -> list[Lesson]:
+    dice = random.Random(4)
+    texts = [[dice.randrange(VOCAB) for _ in range(22)] for _ in range(count)]
+    return [
+        Lesson("1" * 64, group, text[:6], text[6:], GREEDY, AcceptanceRule.COUPLED, number)
+        for number, text in enumerate(texts)
+    ]
+
+
+def test_a_caller_who_sends_nonsense_changes_nothing_of_anothers(
+    student: Student, lessons: list[Lesson], tmp_path: Path
+) -> None:
+    """The bound is 0: not a bit of the other salt's weights, nor of what is in use for it; and nonsense is never put in
+    use."""
+    key, found = Key(lessons[0].target_digest, ""), []
+    for name, more in (("alone", []), ("beside", nonsense(60, "b" * 32))):
+        learner, told = new_learner(student, tmp_path / name)
+        for start in range(0, 60, 10):
+            learner.take([*lessons[start : start + 10], *more[start : start + 10]])
+            before = learner._pupils[key].num_steps
+            while learner._pupils[key].num_steps == before and learner.turn():
+                pass
+        found.append(learner._pupils[key])
+        assert {row[0] for row in told} <= {key}
+    alone, beside = found
+    assert alone.num_steps == beside.num_steps > 30 and same(alone.state, beside.state)
+    assert (alone.live is None) == (beside.live is None)
+
+
+def test_another_targets_weights_begin_with_those_of_the_same_salt(
+    student: Student, lessons: list[Lesson], tmp_path: Path
+) -> None:
+    learner, _ = new_learner(student, tmp_path, replace(PLAN, most_keys=2))
+    learner.take(lessons[:20])
+    learner.turn()
+    trained = learner.pupils()[0].state
+    assert not same(trained, student.untrained())
+    learner.take([replace(one, target_digest="e" * 64) for one in lessons[:2]])
+    learner.take([replace(one, target_digest="e" * 64, group="c" * 32) for one in lessons[:2]])
+    akin, stranger = learner.pupils()
+    assert [one.key for one in (akin, stranger)] == [Key("e" * 64, ""), Key("e" * 64, "c" * 32)], "at most two"
+    assert same(akin.state, trained) and akin.live is None and same(stranger.state, student.untrained())
+
+
+def test_a_loss_that_is_not_finite_begins_anew_and_leaves_what_is_in_use(
+    student: Student, lessons: list[Lesson], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, told = new_learner(student, tmp_path)
+    fed(learner, lessons, "num_promoted")
+
+    def fails(*arguments: object) -> float:
+        raise FloatingPointError("the loss is not finite")
+
+    monkeypatch.setattr(student, "step", fails)
+    learner.take([replace(one, output_ids=[*one.output_ids, 3]) for one in lessons[:40]])
+    assert learner.turn()
+    (pupil,) = learner.pupils()
+    assert same(pupil.state, student.untrained()) and pupil.candidate is None
+    assert pupil.live is not None and len(told) == 1 and len(learner.shelf.live) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"), ('{"model_digest": "x", "live": [{"number": 1}]}', "cannot be read"),
+        ('{"model_digest": "another", "live": []}', "is of another draft's model"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_its_own_is_refused(student: Student, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "live.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        Shelf(tmp_path, student.digest)
+
+
+def test_a_version_that_is_broken_is_left_aside(student: Student, lessons: list[Lesson], tmp_path: Path) -> None:
+    learner, _ = new_learner(student, tmp_path)
+    fed(learner, lessons, "num_promoted")
+    (version,) = learner.shelf.live.values()
+    (Path(version.path) / "adapter_model.safetensors").write_bytes(b"broken")
+    again, _ = new_learner(student, tmp_path)
+    assert again.pupils() == [] and again.shelf.live == {}
+
+
+def test_old_versions_go(student: Student, tmp_path: Path) -> None:
+    shelf, key = Shelf(tmp_path, student.digest), Key("d", "")
+    for _ in range(KEPT + 3):
+        number, path = shelf.place(key)
+        shelf.put(key, Version(number, student.write(student.untrained(), path), str(path), 1, 1, 1, 0.1, 0.01, 0.0))
+    assert [path.name for path in sorted(path.parent.iterdir())] == [f"{n:05}" for n in range(4, KEPT + 4)]
