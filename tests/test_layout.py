@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "pairs": set(),
     "gguf": set(),
     "training": MODEL | RPC | {"pairs", "cli"},
+    "learning": MODEL | RPC | {"training", "gateway", "cli"},
 }
 TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {

@@ -1,4 +1,4 @@
-"""docs/metrics.md: its tables have every series of the three services, and no other."""
+"""docs/metrics.md: its tables have every series of the services and of a learner, and no other."""
 
 from __future__ import annotations
 

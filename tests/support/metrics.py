@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from support.engines import DraftHarness, TargetHarness, tiny_model
@@ -13,6 +15,8 @@ from support.gateways import toy_tokenizer
 from outrider.draft_service.metrics import DraftMetrics
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.request_metrics import measure
+from outrider.learning.metrics import LearnerMetrics
+from outrider.learning.versions import Key
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.metrics import Metrics
 from outrider.target_service.metrics import TargetMetrics
@@ -49,15 +53,18 @@ class Idle:
 
 
 def declared() -> dict[str, str]:
-    """Every series of the three services that is ours or under OpenTelemetry's names, as the text format names it, and
-    its type."""
+    """Every series of the services, and of a learner, that is ours or under OpenTelemetry's names, as the text format
+    names it, and its type."""
     target, draft = TargetMetrics(), DraftMetrics(("draft_model", "ngram"))
     loaded = tiny_model()[1]
     target.attach(partial(stats_of, TargetHarness.of(loaded).engine), Idle(), MODEL)
     draft.attach(DraftHarness().engine, Idle(), MODEL)
     gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()), gen_ai_names=True)
     found: dict[str, str] = {}
-    for metrics in (gateway, target, draft):
+    pool = SimpleNamespace(num_taken=0, num_refused=0, num_again=0, num_tokens=0)
+    pupil = SimpleNamespace(key=Key("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0)
+    learner: Any = SimpleNamespace(pupils=lambda: [pupil], num_lost=0, num_promoted=0, num_taken_back=0)
+    for metrics in (gateway, target, draft, LearnerMetrics(learner)):
         for family in text_string_to_metric_families(metrics.render("")[0].decode()):
             if family.name.startswith(("outrider_", "gen_ai_")):
                 found[f"{family.name}_total" if family.type == "counter" else family.name] = family.type

@@ -106,6 +106,8 @@ def _what(info: Any) -> str:
             said.append(f"drafts by its {', '.join(method.name for method in info.methods)}")
         if isinstance(info, TargetInfo) and info.adapters:
             said.append(f"adapters {', '.join(adapter.name for adapter in info.adapters)}")
+        if isinstance(info, DraftInfo) and info.learned:
+            said.append(f"learned {', '.join(one.digest[:12] for one in info.learned)}")
     else:
         how = ", ".join(info.methods) or "no draft"
         said += [info.target.name, how, f"{info.num_draft_tokens} drafted tokens a round"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from outrider.learning.learner import Learner, Pupil
 from outrider.rpc.metrics import Metrics, Samples
+
+if TYPE_CHECKING:
+    from outrider.learning.learner import Learner, Pupil
 
 LABELS = ("target", "group")
 SHOWN = 12  # characters of a digest
