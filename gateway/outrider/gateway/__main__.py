@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from outrider.gateway.boot import GatewayParts, build_gateway, locate_tokenizer
+from outrider.gateway.boot import GatewayParts, build_gateway, locate_tokenizers
 from outrider.gateway.peers.canary import Canary
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteDrafts
@@ -37,8 +37,7 @@ def run(settings: GatewaySettings, prog: str, process: GatewayProcess | None = N
             from outrider.gateway.supervisor import supervise
 
             # What is downloaded is so once, and not by every process.
-            located = settings.model_copy(update={"tokenizer": locate_tokenizer(settings.tokenizer)})
-            return asyncio.run(supervise(located))
+            return asyncio.run(supervise(locate_tokenizers(settings)))
         _serve_here(settings, process)
     except OutriderError as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
@@ -65,9 +64,10 @@ async def _serve(settings: GatewaySettings, process: GatewayProcess | None) -> N
         print(f"gateway http on {parts.http.address}", flush=True)
     async with AsyncExitStack() as stack:
         await _export_metrics(stack, parts, settings.metrics if process is None else process.metrics)
-        await stack.enter_async_context(parts.targets)
-        if isinstance(parts.drafts, LocalDrafter):
-            stack.callback(parts.drafts.close)
+        for model in parts.models:
+            await stack.enter_async_context(model.targets)
+            if isinstance(model.drafts, LocalDrafter):
+                stack.callback(model.drafts.close)
         startup = asyncio.create_task(parts.connect(stack))
         serving = asyncio.create_task(_serve_grpc(parts, settings))
         tasks = [startup, serving, *_tasks_beside(parts, settings, process)]
@@ -111,10 +111,11 @@ def _tasks_beside(
 ) -> list[asyncio.Task[None]]:
     """What goes on while it serves: reports to the supervisor, the canary, and trials of drafts."""
     tasks = [] if process is None else [asyncio.create_task(process.report(parts.server.health))]
-    if settings.canary_s:
-        tasks.append(asyncio.create_task(Canary(parts.targets, settings.canary_s).run()))
-    if parts.trials is not None and isinstance(parts.drafts, RemoteDrafts):
-        tasks.append(asyncio.create_task(parts.trials.run(parts.drafts)))
+    for model in parts.models:
+        if settings.canary_s:
+            tasks.append(asyncio.create_task(Canary(model.targets, settings.canary_s).run()))
+        if model.trials is not None and isinstance(model.drafts, RemoteDrafts):
+            tasks.append(asyncio.create_task(model.trials.run(model.drafts)))
     return tasks
 
 

@@ -7,6 +7,7 @@ A file of YAML has the callers by name, each with a token, or with a token and b
       token: 9a7e...
       priority: 10
       salt: research
+      models: [large]
 
 It is read again when it changes. Tokens are compared as digests, all of them, in a time that says nothing of them."""
 
@@ -51,6 +52,7 @@ class Caller:
     name: str
     salt: str  # what is kept of its texts is found by callers of the same salt alone
     priority: int  # the least that its requests have: lower is served first
+    models: tuple[str, ...] = ()  # that it may ask, with their adapters; empty: all
 
     def own(self, request: GenerationRequest) -> GenerationRequest:
         """The request as this caller's. What is no priority and no salt is left for the validator to refuse."""
@@ -77,6 +79,7 @@ class _Entry(BaseModel):
     token: Token
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     salt: str | None = Field(None, min_length=1, max_length=MAX_NAME_CHARS)
+    models: tuple[_Name, ...] = ()
 
 
 _FILE = TypeAdapter(Annotated[dict[_Name, _Entry], Field(min_length=1)], config=ConfigDict(hide_input_in_errors=True))
@@ -122,7 +125,8 @@ def _read(path: Path) -> Sequence[tuple[bytes, Caller]]:
     except ValidationError as error:
         raise FailedPrecondition(f"{path}: {_explain(error)}; {FORM}") from None
     callers = {
-        _digest(entry.token): Caller(name, entry.salt or name, entry.priority) for name, entry in entries.items()
+        _digest(entry.token): Caller(name, entry.salt or name, entry.priority, entry.models)
+        for name, entry in entries.items()
     }
     if len(callers) < len(entries):
         raise FailedPrecondition(f"{path}: two names have the same token; allowed: a token each")
@@ -137,7 +141,7 @@ def _explain(error: ValidationError) -> str:
         "model_type": "is neither a token nor a mapping with one",
         "too_short": "has no callers: nobody could ask",
         "missing": "is missing",
-        "extra_forbidden": "is not known; known are token, priority, salt",
+        "extra_forbidden": "is not known; known are token, priority, salt, models",
         "string_pattern_mismatch": "has other characters than visible ones of ASCII",
         "string_too_short": f"is shorter than {first.get('ctx', {}).get('min_length')} characters",
     }

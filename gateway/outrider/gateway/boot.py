@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 from outrider.gateway.auth import Tokens, caller_of
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
+from outrider.gateway.models import Models, ServedModels
 from outrider.gateway.peers.draft_trials import DraftTrials
 from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
@@ -19,7 +22,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.untrusted import UntrustedDrafts
 from outrider.gateway.processes import GatewayProcess
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.settings import GatewaySettings
+from outrider.gateway.settings import GatewaySettings, by_model
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -38,6 +41,7 @@ from outrider.rpc.vocabulary import TokenizerFile
 if TYPE_CHECKING:  # nothing of HTTP or of metrics is imported unless it is served
     from outrider.gateway.http.server import HttpServer
     from outrider.gateway.metrics import GatewayMetrics
+    from outrider.rpc.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +51,13 @@ STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, r
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayParts:
-    """The parts of one process, built and not yet started."""
+class ModelParts:
+    """What one model is served by."""
 
     engine: GenerationEngine
     targets: RemoteTargets
     drafts: Drafter | None
     trials: DraftTrials | None
-    metrics: GatewayMetrics | None
-    server: Server
-    http: HttpServer | None
 
     async def connect(self, stack: AsyncExitStack) -> None:
         """Connects to the drafts once a target can be used, and returns when both can. FailedPrecondition where every
@@ -68,11 +69,40 @@ class GatewayParts:
             await self.drafts.wait_usable()
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    """The parts of one process, built and not yet started."""
+
+    models: Sequence[ModelParts]
+    metrics: Metrics | None
+    server: Server
+    http: HttpServer | None
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        """Connects each model's; those of one wait for no other's."""
+        await asyncio.gather(*(model.connect(stack) for model in self.models))
+
+
 def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> GatewayParts:
     """The parts, connected with one another. `process` is this one among several behind the same addresses."""
-    tokenizer = load_tokenizer(settings.tokenizer)
+    names = settings.models
+    counted = {name: _new_metrics(settings, alone=len(names) == 1) for name in names}
+    parts = [build_model(settings.of_model(name), counted[name]) for name in names]
+    engines = [one.engine for one in parts]
+    models = engines[0] if len(engines) == 1 else ServedModels(engines, has_default=not names[0])
+    metrics = _joined(counted)
+    tls = ServerTls.of(settings)
+    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    targets = [one.targets for one in parts]
+    server = _new_server(settings, models, targets, tls, tokens, reuse_port=process is not None)
+    http = _new_http(settings, models, server, metrics, process, tls, tokens)
+    return GatewayParts(parts, metrics, server, http)
+
+
+def build_model(settings: GatewaySettings, metrics: GatewayMetrics | None) -> ModelParts:
+    """One model's parts; the settings name no other."""
+    tokenizer = load_tokenizer(settings.tokenizer[0])
     tokenizer.tool_parser = settings.tool_parser
-    metrics = _new_metrics(settings)
     targets = _new_targets(settings, tokenizer, metrics)
     trials = None
     if settings.draft and not settings.local_methods and settings.draft_trial != "off":
@@ -81,11 +111,15 @@ def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> 
     engine = _new_engine(settings, tokenizer, targets, drafts, metrics)
     if trials is not None:
         engine.draft_trials = trials.found
-    tls = ServerTls.of(settings)
-    tokens = None if settings.tokens is None else Tokens(settings.tokens)
-    server = _new_server(settings, engine, targets, tls, tokens, reuse_port=process is not None)
-    http = _new_http(settings, engine, server, metrics, process, tls, tokens)
-    return GatewayParts(engine, targets, drafts, trials, metrics, server, http)
+    return ModelParts(engine, targets, drafts, trials)
+
+
+def locate_tokenizers(settings: GatewaySettings) -> GatewaySettings:
+    """The settings with folders in place of hub ids. FailedPrecondition for one that cannot be found."""
+    found = by_model(map(str, settings.tokenizer), settings.models)
+    located = [(name, locate_tokenizer(Path(folder))) for name, folders in found.items() for folder in folders]
+    folders = [Path(f"{name}={folder}") if name else folder for name, folder in located]
+    return settings.model_copy(update={"tokenizer": folders})
 
 
 def locate_tokenizer(folder: Path) -> Path:
@@ -105,13 +139,23 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
 
 
-def _new_metrics(settings: GatewaySettings) -> GatewayMetrics | None:
+def _new_metrics(settings: GatewaySettings, alone: bool) -> GatewayMetrics | None:
     """Metrics are counted, and what counts them is imported, only where they are served."""
     if not (settings.http or settings.metrics):
         return None
     from outrider.gateway.metrics import GatewayMetrics
 
-    return GatewayMetrics()
+    return GatewayMetrics(alone)
+
+
+def _joined(counted: Mapping[str, GatewayMetrics | None]) -> Metrics | None:
+    """The series of all models."""
+    by_name = {name: metrics for name, metrics in counted.items() if metrics is not None}
+    if len(by_name) < 2:
+        return next(iter(by_name.values()), None)
+    from outrider.gateway.metrics import ModelsMetrics
+
+    return ModelsMetrics(by_name)
 
 
 def _streams(metrics: GatewayMetrics | None, role: str) -> StreamConfig | None:
@@ -199,21 +243,31 @@ def _engine_config(settings: GatewaySettings, targets: RemoteTargets) -> EngineC
 
 def _new_server(
     settings: GatewaySettings,
-    engine: GenerationEngine,
-    targets: RemoteTargets,
+    models: Models,
+    targets: Sequence[RemoteTargets],
     tls: ServerTls | None,
     tokens: Tokens | None,
     *,
     reuse_port: bool,
 ) -> Server:
-    health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_ready=lambda: targets.usable)
+    async def probe() -> None:
+        """Answers once any model can be served."""
+        waiting = [asyncio.ensure_future(one.wait_usable()) for one in targets]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    health = HealthMonitor([SERVICE_NAME], probe=probe, is_ready=lambda: any(one.usable for one in targets))
+    num_requests = len(models.engines) * (settings.max_active + settings.max_waiting)
     return build_server(
         settings.listen,
         [SERVICE_NAME],
-        GenerationServicer(engine, settings.stall_s).register,
+        GenerationServicer(models, settings.stall_s).register,
         health=health,
         enable_reflection=settings.reflection,
-        max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+        max_concurrent_rpcs=num_requests + STREAMS_BESIDE,
         caller_share=settings.caller_share,
         caller_of=caller_of,
         max_message_bytes=settings.max_message_bytes,
@@ -227,9 +281,9 @@ def _new_server(
 
 def _new_http(
     settings: GatewaySettings,
-    engine: GenerationEngine,
+    models: Models,
     server: Server,
-    metrics: GatewayMetrics | None,
+    metrics: Metrics | None,
     process: GatewayProcess | None,
     tls: ServerTls | None,
     tokens: Tokens | None,
@@ -250,7 +304,7 @@ def _new_http(
         settings.enable_per_request_metrics,
     )
     return HttpServer(
-        engine,
+        models,
         settings.http,
         ready=lambda: server.health.ready,
         grace_s=settings.grace_s,

@@ -37,7 +37,7 @@ from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import OTHER_MODEL, DeadlineExceeded, InvalidArgument, Unavailable
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
-from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, DraftTrial, to_failure
+from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, DraftTrial, TargetInfo, to_failure
 from outrider.rpc.words.answer import GenerationDelta, Usage
 from outrider.rpc.words.request import GenerationRequest
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS, FinishReason
@@ -259,6 +259,23 @@ class GenerationEngine:
     def model_name(self) -> str:
         """The name that the model is served under."""
         return self.config.model_name or self.verifier.info.model.name
+
+    @property
+    def engines(self) -> tuple[GenerationEngine, ...]:
+        """As Models has them: this one alone."""
+        return (self,)
+
+    def called(self, name: str | None) -> GenerationEngine:
+        """As Models does: this one, which judges the name itself."""
+        return self
+
+    @property
+    def known(self) -> TargetInfo | None:
+        """What a target said of itself; None while none has answered."""
+        try:
+            return self.verifier.info
+        except Unavailable:
+            return None
 
     def adapter_called(self, model: str | None) -> str:
         """The adapter that is meant where OpenAI's interface has a model's name; empty: the model itself. NotFound for

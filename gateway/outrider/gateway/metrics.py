@@ -4,7 +4,7 @@ metrics are served: a gateway without them spends nothing on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import Replica
+from outrider.gateway.processes import END, join_series
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.planner.policy import Round
 from outrider.rpc.errors import Unavailable
@@ -44,11 +45,27 @@ _DRAFT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 128)
 Exemplar = dict[str, str] | None  # the trace of a request, where it is sampled
 
 
+class ModelsMetrics(Metrics):
+    """The time series of several models' gateways in one process, each with the label `served_model`; the default's is
+    empty."""
+
+    def __init__(self, by_model: Mapping[str, GatewayMetrics]) -> None:
+        super().__init__("gateway")
+        self._by_model = by_model
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The process's own, then those of all models."""
+        own, content_type = super().render(accept)
+        texts = {name: metrics.render(accept)[0].decode() for name, metrics in self._by_model.items()}
+        return (own.decode().removesuffix(END) + join_series(texts, "served_model")).encode(), content_type
+
+
 class GatewayMetrics(Metrics):
     """The gateway's time series."""
 
-    def __init__(self) -> None:
-        super().__init__("gateway")
+    def __init__(self, alone: bool = True) -> None:
+        """`alone`: of the process's only model."""
+        super().__init__("gateway", alone=alone)
         self._wires: dict[str, WireBytes] = {}
         self.success = self.counter("request_success", "Completions that ended, by why", "finished_reason")
         self.refused = self.counter("request_refused", "Requests that got an error and nothing else", "reason")

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 READY, NOT_READY = b"ready\n", b"not ready\n"  # what a process tells its supervisor, twice a second
 SCRAPE_S = 2.0
-_END = "# EOF\n"  # of OpenMetrics
+END = "# EOF\n"  # of OpenMetrics
 _FAMILY = re.compile(r"^(?=# HELP )", re.MULTILINE)
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{?)")
 
@@ -74,27 +74,27 @@ class GatewayProcess:
         return join_series(texts).encode(), content_type
 
 
-def join_series(texts: Mapping[str, str]) -> str:
-    """One text of several, which are given by process: each family stands once, each sample has the label `process`."""
+def join_series(texts: Mapping[str, str], label: str = "process") -> str:
+    """One text of several, which are given by a label's value: each family stands once, each sample has the label."""
     families: dict[str, list[str]] = {}  # samples by the help and type before them
-    for process, text in texts.items():
-        for family in filter(None, _FAMILY.split(text.removesuffix(_END))):
+    for value, text in texts.items():
+        for family in filter(None, _FAMILY.split(text.removesuffix(END))):
             lines = family.splitlines()
             head = "\n".join(line for line in lines if line.startswith("#"))
-            samples = (_labelled(line, process) for line in lines if not line.startswith("#"))
+            samples = (_labelled(line, label, value) for line in lines if not line.startswith("#"))
             families.setdefault(head, []).extend(samples)
     lines = [line for head, samples in families.items() for line in (head, *samples)]
-    end = _END if any(text.endswith(_END) for text in texts.values()) else ""
+    end = END if any(text.endswith(END) for text in texts.values()) else ""
     return "".join(f"{line}\n" for line in lines) + end
 
 
-def _labelled(sample: str, process: str) -> str:
+def _labelled(sample: str, label: str, value: str) -> str:
     """Labels, value and exemplar stay as they are."""
     found = _SAMPLE.match(sample)
     if found is None:
         return sample
     name, brace = found.groups()
-    return f'{name}{{process="{process}"{"," if brace else "}"}{sample[found.end() :]}'
+    return f'{name}{{{label}="{value}"{"," if brace else "}"}{sample[found.end() :]}'
 
 
 def _scrape(path: Path, accept: str) -> tuple[str, str]:

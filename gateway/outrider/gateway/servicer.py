@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
-from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.goals import goals_of
 from outrider.gateway.methods import offered
+from outrider.gateway.models import Models, may_ask, require_allowed
 from outrider.gateway.off_loop import written
 from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tools.use import MAX_TOOLS
@@ -76,17 +76,18 @@ class StallGuard:
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves GenerationService with an engine."""
+    """Serves GenerationService with an engine, or several models'."""
 
-    def __init__(self, engine: GenerationEngine, stall_s: float = 60.0) -> None:
-        self._engine, self._stall_s = engine, stall_s  # how long a client may read nothing
+    def __init__(self, models: Models, stall_s: float = 60.0) -> None:
+        self._models, self._stall_s = models, stall_s  # how long a client may read nothing
 
     def register(self, server: Any) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
-        generation = await decoded(request, self._engine.verifier.info.model)
+        engine = require_allowed(self._models.called(request.model or request.adapter))
+        generation = await decoded(request, engine.verifier.info.model)
         metadata = dict(context.invocation_metadata() or ())
         generation = replace(
             generation,
@@ -98,7 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         if (caller := CALLER.get()) is not None:
             generation = caller.own(generation)
-        async with aclosing(self._engine.generate(generation)) as deltas, StallGuard(self._stall_s) as guard:
+        async with aclosing(engine.generate(generation)) as deltas, StallGuard(self._stall_s) as guard:
             async for delta in deltas:
                 if delta.prompt_token_ids and (delta.index or generation.token_ids is not None):
                     delta = replace(delta, prompt_token_ids=())  # said, or the client's own
@@ -109,7 +110,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""
-        engine = self._engine
+        engine = require_allowed(self._models.called(request.model))
         draft = None if engine.drafter is None else engine.drafter.info
         target = replace(engine.verifier.info.model, name=engine.model_name)
         return pb.GetGatewayInfoResponse(
@@ -121,6 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
             media_types=engine.media_types,
             trials=map(DRAFT_TRIAL.encode, engine.trials),
+            models=[one.model_name for one in self._models.engines if may_ask(one)],
         )
 
 

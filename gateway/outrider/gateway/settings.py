@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -31,6 +31,9 @@ from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
 from outrider.rpc.settings import Address, MaxLogprobs, Mode, NumDraftTokens, PeerSettings, ServerSettings, VllmMetrics
 from outrider.rpc.words.sampling_params import MAX_LOGPROBS
+
+# No address has an equals sign behind such characters alone.
+_NAMED = re.compile(r"([A-Za-z0-9][\w.\-/]{0,127})=(.+)", re.DOTALL)
 
 
 class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
@@ -59,14 +62,19 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
     target: list[str] = Field(
         min_length=1,
         description="address of a target service, or several with commas: host:port, unix:path, ipv4:a:port,b:port; "
-        "each address of a name, as in dns:///name:port, is a replica",
+        "each address of a name, as in dns:///name:port, is a replica; with NAME= before it, of a model that requests "
+        "ask by that name",
     )
     draft: list[str] = Field(
         default_factory=list,
         description="address of a draft service, or several; or what drafts in this process, the default first: "
-        f"{', '.join(TOKEN_METHODS)}, package.module.Class",
+        f"{', '.join(TOKEN_METHODS)}, package.module.Class; with NAME= before it, for the model of that name",
     )
-    tokenizer: Path = Field(description="folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
+    tokenizer: list[Path] = Field(
+        min_length=1,
+        description="folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME; with NAME= before "
+        "it, of the model of that name",
+    )
     listen: Address = "127.0.0.1:50050"
     http: str = Field(
         default="",
@@ -228,18 +236,54 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         return self.max_request_bytes + (self.max_media_bytes + 2) // 3 * 4
 
     @property
+    def models(self) -> list[str]:
+        """The names of the models, the default first, whose name is empty."""
+        return sorted(by_model(self.target), key=bool)
+
+    def of_model(self, name: str) -> GatewaySettings:
+        """What one of several models is told, as if it were the only one."""
+        own: dict[str, object] = {"target": by_model(self.target)[name]}
+        own["draft"] = by_model(self.draft).get(name, [])
+        own["tokenizer"] = [Path(folder) for folder in by_model(map(str, self.tokenizer), self.models)[name]]
+        return self.model_copy(update=own | {"model_name": name or self.model_name})
+
+    @property
     def local_methods(self) -> list[str]:
         """The entries of `draft` that are methods, and no addresses."""
         return _local_methods(self.draft)
 
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _one_tokenizer(cls, given: object) -> object:
+        return [given] if isinstance(given, str | Path) else given
+
     @field_validator("target", "draft")
     @classmethod
     def _check_addresses(cls, given: list[str]) -> list[str]:
-        try:
-            Addresses([] if _local_methods(given) else given)
-        except InvalidArgument as error:
-            raise ValueError(error.violations[0].problem) from None
+        for addresses in by_model(given).values():
+            try:
+                Addresses([] if _local_methods(addresses) else addresses)
+            except InvalidArgument as error:
+                raise ValueError(error.violations[0].problem) from None
         return given
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        names = self.models
+        if self.model_name in names and self.model_name:
+            raise ValueError(f"model_name is {self.model_name}, as a model of target is called; allowed: another name")
+        if strange := [name for name in by_model(self.draft) if name not in names]:
+            shown = ", ".join(name or "the default" for name in names)
+            raise ValueError(f"draft: {strange[0] or 'the default'} is no model of target; allowed: {shown}")
+        folders = by_model(map(str, self.tokenizer), names)
+        for name in names:
+            if len(folders.get(name, [])) != 1:
+                number = "several are" if folders.get(name) else "none is"
+                model = f" for the model {name}" if name else ""
+                raise ValueError(f"tokenizer: {number} given{model}; allowed: one, as {name + '=' if name else ''}DIR")
+        if unused := [name for name in folders if name not in names]:
+            raise ValueError(f"tokenizer: {unused[0] or 'the default'} is no model of target; leave it out")
+        return self
 
     @field_validator("allowed_origins")
     @classmethod
@@ -252,16 +296,8 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
-        names = self.local_methods
-        if names and (problem := list_problem(names)):
-            raise ValueError(f"draft {problem}")
-        for name in names:
-            if method_of(check_method(name, self.allow_code)).needs_model:
-                raise ValueError(f"draft: {name} needs a draft service; in this process: {', '.join(TOKEN_METHODS)}")
-        if names and len(names) < sum(text.count(",") + 1 for text in self.draft):
-            raise ValueError(
-                f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
-            )
+        for given in by_model(self.draft).values():
+            _check_local(given, self.allow_code)
         return self
 
     @model_validator(mode="after")
@@ -299,6 +335,31 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         return self
 
 
+def by_model(given: Iterable[str], names: Collection[str] | None = None) -> dict[str, list[str]]:
+    """Values by the name that stands before them and an equals sign, of these alone if `names` are given; without a
+    name they are the default's, whose name is empty."""
+    found: dict[str, list[str]] = {}
+    for text in given:
+        named = _NAMED.fullmatch(text)
+        if named is not None and (names is None or named[1] in names):
+            found.setdefault(named[1], []).append(named[2])
+        else:
+            found.setdefault("", []).append(text)
+    return found
+
+
 def _local_methods(given: Sequence[str]) -> list[str]:
     parts = [part.strip() for text in given for part in text.split(",")]
     return [part for part in parts if part in METHODS or is_class(part)]
+
+
+def _check_local(draft: Sequence[str], allow_code: bool) -> None:
+    """ValueError where what drafts in the gateway's process cannot, or stands among addresses."""
+    names = _local_methods(draft)
+    if names and (problem := list_problem(names)):
+        raise ValueError(f"draft {problem}")
+    for name in names:
+        if method_of(check_method(name, allow_code)).needs_model:
+            raise ValueError(f"draft: {name} needs a draft service; in this process: {', '.join(TOKEN_METHODS)}")
+    if names and len(names) < sum(text.count(",") + 1 for text in draft):
+        raise ValueError(f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses")

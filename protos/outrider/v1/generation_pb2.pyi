@@ -426,11 +426,13 @@ class MethodStats(_message.Message):
     def __init__(self, method: _Optional[str] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GetGatewayInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetGatewayInfoResponse(_message.Message):
-    __slots__ = ("target", "draft", "num_draft_tokens", "methods", "version", "adapters", "media_types", "trials")
+    __slots__ = ("target", "draft", "num_draft_tokens", "methods", "version", "adapters", "media_types", "trials", "models")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -439,6 +441,7 @@ class GetGatewayInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TYPES_FIELD_NUMBER: _ClassVar[int]
     TRIALS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     target: ModelInfo
     draft: ModelInfo
     num_draft_tokens: int
@@ -447,7 +450,8 @@ class GetGatewayInfoResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     media_types: _containers.RepeatedScalarFieldContainer[str]
     trials: _containers.RepeatedCompositeFieldContainer[DraftTrial]
-    def __init__(self, target: _Optional[_Union[ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., media_types: _Optional[_Iterable[str]] = ..., trials: _Optional[_Iterable[_Union[DraftTrial, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, target: _Optional[_Union[ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., media_types: _Optional[_Iterable[str]] = ..., trials: _Optional[_Iterable[_Union[DraftTrial, _Mapping]]] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DraftTrial(_message.Message):
     __slots__ = ("method", "accepted", "guess", "num_rounds", "refused", "remark")

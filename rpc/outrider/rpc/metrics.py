@@ -51,19 +51,22 @@ ReadKind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Metrics:
-    """The series of one process. `part` goes between the prefix and their names: a draft's and a target's differ."""
+    """The series of one process. `part` goes between the prefix and their names: a draft's and a target's differ. Where
+    one of several of a process is not `alone`, what is the process's is another's."""
 
-    def __init__(self, service: str, part: str = "") -> None:
+    def __init__(self, service: str, part: str = "", alone: bool = True) -> None:
         without_created: Callable[[], None] = disable_created_metrics  # the library has no type for it
         without_created()  # a time beside every counter, which nobody reads
         self.registry = CollectorRegistry()
         self._start = f"{PREFIX}_{part}_" if part else f"{PREFIX}_"
         self._model: Info | None = None
-        ProcessCollector(registry=self.registry)
-        build = Info(f"{PREFIX}_build", "What runs", registry=self.registry)
-        build.info({"service": service, "version": metadata.version("outrider")})
+        of_process = self.registry if alone else None
+        if alone:
+            ProcessCollector(registry=self.registry)
+            build = Info(f"{PREFIX}_build", "What runs", registry=self.registry)
+            build.info({"service": service, "version": metadata.version("outrider")})
         self.loop_lag = Histogram(
-            f"{PREFIX}_loop_lag_seconds", "How late the event loop wakes", registry=self.registry, buckets=PARTS_S
+            f"{PREFIX}_loop_lag_seconds", "How late the event loop wakes", registry=of_process, buckets=PARTS_S
         )
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:

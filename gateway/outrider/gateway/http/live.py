@@ -15,7 +15,8 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import sse
 from outrider.gateway.http.errors import error_body, plain_error
 from outrider.gateway.http.protocol import options_of, read_completion
-from outrider.gateway.http.serving import generate, stats_shape
+from outrider.gateway.http.serving import engine_of, generate, stats_shape
+from outrider.gateway.models import Models
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.errors import OutriderError
@@ -36,8 +37,8 @@ async def page(request: Request) -> Response:
 class LiveEndpoint:
     """GET /live?prompt=...: events `start`, `round` for each verification, then `end` or `failure`."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def stream(self, request: Request) -> Response:
         """Answers with the events. It is always a stream: an EventSource cannot read the body of a refusal."""
@@ -48,9 +49,10 @@ class LiveEndpoint:
 
     async def _events(self, query: dict[str, str]) -> AsyncGenerator[str, None]:
         try:
-            ask = read_completion(_body(query), None, self._engine)
-            view = _View(self._engine, ask.requests[0])
-            async with aclosing(generate(self._engine, ask)) as deltas:
+            engine = engine_of(self._models, query)
+            ask = read_completion(_body(query), None, engine)
+            view = _View(engine, ask.requests[0])
+            async with aclosing(generate(engine, ask)) as deltas:
                 async for delta in deltas:
                     for text in view.events(delta):
                         yield text

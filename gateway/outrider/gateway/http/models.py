@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that is served, and its adapters as models of their own."""
+"""GET /v1/models: the models that are served, and their adapters as models of their own."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
+from outrider.gateway.models import Models, may_ask, require_allowed
 from outrider.rpc.messages import Adapter
 
 
 class ModelsEndpoint:
     """Answers which models are served here."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        adapters = self._engine.verifier.info.adapters
-        return JSONResponse({"object": "list", "data": [self._card(), *map(self._card, adapters)]})
+        cards = [
+            self._card(engine, adapter)
+            for engine in self._models.engines
+            if may_ask(engine) and (engine.known or len(self._models.engines) == 1)  # others are away
+            for adapter in (None, *engine.verifier.info.adapters)
+        ]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def retrieve(self, request: Request) -> Response:
-        name = self._engine.adapter_called(request.path_params["model"])
-        adapters = {adapter.name: adapter for adapter in self._engine.verifier.info.adapters}
-        return JSONResponse(self._card(adapters.get(name)))
+        called = request.path_params["model"]
+        engine = require_allowed(self._models.called(called))
+        name = engine.adapter_called(called)
+        adapters = {adapter.name: adapter for adapter in engine.verifier.info.adapters}
+        return JSONResponse(self._card(engine, adapters.get(name)))
 
-    def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
+    def _card(self, engine: GenerationEngine, adapter: Adapter | None = None) -> dict[str, object]:
         """What is said of a model, as vLLM says it. Where an adapter's files lie is nobody's business: its root is its
         name."""
-        engine = self._engine
         target, draft = engine.verifier.info, None if engine.drafter is None else engine.drafter.info
         methods = offered(target, draft)
         own = {} if adapter is None else {"rank": adapter.rank}

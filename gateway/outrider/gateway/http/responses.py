@@ -17,8 +17,9 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import json_text, sse
 from outrider.gateway.http.protocol import ChatBody, options_of, read_body
 from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
-from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate, recorder_of
+from outrider.gateway.http.serving import UsageSum, begun, engine_of, extension_shape, generate, recorder_of
 from outrider.gateway.http.token_texts import TokenTexts
+from outrider.gateway.models import Models
 from outrider.gateway.off_loop import SLOW_LOGPROBS, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.rpc.errors import InvalidArgument, OutriderError
@@ -31,11 +32,11 @@ _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # events' na
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitable[Response]]:
+def responses_endpoint(models: Models) -> Callable[[Request], Awaitable[Response]]:
     """What answers a POST to /v1/responses."""
 
     async def create(request: Request) -> Response:
-        asked = await read_body(request, lambda values: read_responses(values, request, engine))
+        engine, asked = await read_body(request, lambda values: _read(models, values, request))
         recorder = recorder_of(options_of(request), asked.chat)
         deltas, answer = _deltas(engine, asked, recorder), GrowingResponse(engine, asked, recorder)
         if not asked.body.stream:
@@ -44,6 +45,11 @@ def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitabl
         return sse.EventStream(_stream(answer, await begun(request, deltas, keep_alive_s)), keep_alive_s)
 
     return create
+
+
+def _read(models: Models, values: dict[str, Any], request: Request) -> tuple[GenerationEngine, ResponsesRequest]:
+    engine = engine_of(models, values)
+    return engine, read_responses(values, request, engine)
 
 
 async def _deltas(

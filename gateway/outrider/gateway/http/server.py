@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from outrider.gateway.auth import Tokens
-from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import on_bug, on_http_exception, on_outrider_error, plain_error
 from outrider.gateway.http.hardening import Authorized, CalledLocal, Framed, bounded_protocol, over_tls
 from outrider.gateway.http.live import LiveEndpoint, page
@@ -29,6 +28,7 @@ from outrider.gateway.http.serving import ChatResponseBuilder, CompletionRespons
 from outrider.gateway.http.shares import Shares
 from outrider.gateway.http.slow_clients import probe_peers
 from outrider.gateway.http.tokenize import TokenizeEndpoints
+from outrider.gateway.models import Models
 from outrider.rpc.errors import InvalidArgument, OutriderError, Violation
 from outrider.rpc.metrics import Series
 from outrider.rpc.security import ServerTls
@@ -44,7 +44,7 @@ _SETTLE_S = 0.02
 
 
 def build_app(
-    engine: GenerationEngine,
+    models: Models,
     ready: Callable[[], bool] = lambda: True,
     options: HttpOptions | None = None,
     series: Series | None = None,
@@ -55,9 +55,9 @@ def build_app(
     the operator's paths out. With `tokens` their callers alone are served; `local`: those alone who call this machine
     by a name of its own."""
     options = options or HttpOptions()
-    routes = [*_api_routes(engine), *_probe_routes(ready)]
+    routes = [*_api_routes(models), *_probe_routes(ready)]
     if options.operator_paths:
-        routes += [Route("/", page), Route("/live", LiveEndpoint(engine).stream)]
+        routes += [Route("/", page), Route("/live", LiveEndpoint(models).stream)]
     if options.operator_paths and series is not None:
         routes.append(Route("/metrics", _metrics_route(series)))
     handlers = {OutriderError: on_outrider_error, HTTPException: on_http_exception, Exception: on_bug}
@@ -80,17 +80,17 @@ def build_app(
     return app
 
 
-def _api_routes(engine: GenerationEngine) -> list[Route]:
+def _api_routes(models: Models) -> list[Route]:
     """What clients ask for."""
-    models, texts = ModelsEndpoint(engine), TokenizeEndpoints(engine)
+    cards, texts = ModelsEndpoint(models), TokenizeEndpoints(models)
     return [
-        Route("/v1/completions", endpoint(engine, read_completion, CompletionResponseBuilder), methods=["POST"]),
-        Route("/v1/chat/completions", endpoint(engine, read_chat, ChatResponseBuilder), methods=["POST"]),
-        Route("/v1/responses", responses_endpoint(engine), methods=["POST"]),
+        Route("/v1/completions", endpoint(models, read_completion, CompletionResponseBuilder), methods=["POST"]),
+        Route("/v1/chat/completions", endpoint(models, read_chat, ChatResponseBuilder), methods=["POST"]),
+        Route("/v1/responses", responses_endpoint(models), methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
-        Route("/v1/models", models.list),
-        Route("/v1/models/{model:path}", models.retrieve),
+        Route("/v1/models", cards.list),
+        Route("/v1/models/{model:path}", cards.retrieve),
     ]
 
 
@@ -121,11 +121,11 @@ def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
 
 
 class HttpServer:
-    """Serves an engine over HTTP. It is bound when it is made: `address` holds the port."""
+    """Serves an engine, or several models', over HTTP. It is bound when it is made: `address` holds the port."""
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        models: Models,
         listen: str,
         *,
         ready: Callable[[], bool] = lambda: True,
@@ -137,11 +137,11 @@ class HttpServer:
         tokens: Tokens | None = None,
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=shares_port)
-        most = engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE
+        most = sum(one.config.max_active + one.config.max_waiting for one in models.engines) + CONNECTIONS_BESIDE
         # With TLS the certificate's names are those that a browser calls it by.
         local = is_loopback(listen) and tokens is None and tls is None
         config = uvicorn.Config(
-            build_app(engine, ready, options, series, tokens, local),
+            build_app(models, ready, options, series, tokens, local),
             loop="none",  # the gateway's runs already
             http=bounded_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most)),
             ws="none",

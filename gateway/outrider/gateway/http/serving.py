@@ -35,6 +35,7 @@ from outrider.gateway.http.protocol import (
     read_body,
 )
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
+from outrider.gateway.models import Models, require_allowed
 from outrider.gateway.off_loop import SLOW_LOGPROBS, written
 from outrider.gateway.request_record import RequestObserver
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
@@ -44,20 +45,36 @@ from outrider.rpc.words.answer import GenerationDelta, SpeculationStats, ToolCal
 
 
 def endpoint(
-    engine: GenerationEngine,
+    models: Models,
     read: Callable[[Mapping[str, Any], Request | None, GenerationEngine], OpenAIRequest],
     builder: type[ResponseBuilder],
 ) -> Callable[[Request], Awaitable[Response]]:
     """What answers a POST: `read` says what its body asks for, `builder` what the answer looks like."""
 
     async def create(request: Request) -> Response:
-        openai_request = await read_body(request, lambda values: read(values, request, engine))
+        engine, openai_request = await read_body(request, lambda values: _read(models, read, values, request))
         if isinstance(openai_request.body, CompletionBody) and openai_request.body.echo:
             openai_request = await with_prompts(openai_request, engine)
         texts = TokenTexts(engine.tokenizer, openai_request.body.return_tokens_as_token_ids)
         return await respond(request, engine, openai_request, builder(openai_request, texts))
 
     return create
+
+
+def _read(
+    models: Models,
+    read: Callable[[Mapping[str, Any], Request | None, GenerationEngine], OpenAIRequest],
+    values: Mapping[str, Any],
+    request: Request,
+) -> tuple[GenerationEngine, OpenAIRequest]:
+    engine = engine_of(models, values)
+    return engine, read(values, request, engine)
+
+
+def engine_of(models: Models, values: Mapping[str, Any]) -> GenerationEngine:
+    """Whose model a body names. What is no name is left for its reader to refuse."""
+    name = values.get("model")
+    return require_allowed(models.called(name if isinstance(name, str) else None))
 
 
 async def respond(
