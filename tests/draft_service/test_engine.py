@@ -19,6 +19,7 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.draft_rows import DraftedToken
+from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
 from outrider.rpc.servicer import Detach
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
@@ -460,3 +461,14 @@ def test_a_bug_before_a_step_is_planned_fails_what_is_open_and_leaves_the_engine
     assert [event.sequence_id for event in harness.events if isinstance(event, Failure)] == [1]
     assert not harness.engine.sequences and harness.engine.step(0.0) is None
     assert harness.ids(new_open(2, prompt), credit(2, len(prompt) + window, window))
+
+
+def test_what_is_kept_of_texts_is_of_one_vocabulary() -> None:
+    """A draft of two targets: the same ids are other words to them."""
+    draft = DraftHarness(more=[SuffixProposer(suffix_decoding_min_token_prob=0.0)])
+    prompt, drafted = (11, 12, 13, 14), []
+    for number, fingerprint in enumerate(("one", "other", "one"), start=1):
+        opened = new_open(number, prompt, method="suffix", tokenizer_fingerprint=fingerprint)
+        drafted.append(draft.ids(opened, credit(number, len(prompt) + 4, 4)))
+        draft.run(commit(number, len(prompt), 21, 22, 23), Close(number))
+    assert [any(ids) for ids in drafted] == [False, False, True]

@@ -117,7 +117,7 @@ def build_sequence(
         if not by_turns and mapping is None and not rejects:
             model = replace(model, tree=with_model.tree)
         model.sampler.draft_masks = grammar
-    context = SequenceContext(len(prompt_ids), request.salt, request.prediction)
+    context = SequenceContext(len(prompt_ids), _memory_of(request), request.prediction)
     context = context if request.may_recall else context.alone()
     return DraftSequence(
         key=key,
@@ -134,8 +134,15 @@ def build_sequence(
         parent=parent,
         traceparent=request.traceparent,
         grammar=grammar,
+        memory=_memory_of(request),
         teaching=None if with_model is None else teaching,
     )
+
+
+def _memory_of(request: Open) -> str:
+    """What sequences learn of one another by: ids of different vocabularies have nothing to do with one another."""
+    fingerprint = request.tokenizer_fingerprint
+    return f"{request.salt}\0{fingerprint}" if fingerprint else request.salt
 
 
 def _grammar(request: Open, methods: Methods) -> DraftGrammar | None:

@@ -89,6 +89,7 @@ class DraftSequence:
     parent: DraftSequence | None = None  # whose prompt this one shares
     traceparent: str = ""  # of the request, if it is traced
     grammar: DraftGrammar | None = None  # behind the committed tokens
+    memory: str = ""  # a salt: what sequences are drafted for from what others said
     teaching: Teaching | None = None  # where what others were answered may draft for it
     committed: int = field(init=False)  # the committed length
     admitted: bool = False  # has looked into the prefix cache since it last held no blocks
@@ -119,7 +120,7 @@ class DraftSequence:
     @property
     def context(self) -> SequenceContext:
         """What methods that learn are told beside the tokens."""
-        return SequenceContext(self.prompt_len, self.sequence.salt)
+        return SequenceContext(self.prompt_len, self.memory)
 
     @property
     def limit(self) -> int:

@@ -90,7 +90,7 @@ def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> 
     parts = [build_model(settings.of_model(name), counted[name]) for name in names]
     engines = [one.engine for one in parts]
     models = engines[0] if len(engines) == 1 else ServedModels(engines, has_default=not names[0])
-    metrics = _joined(counted)
+    metrics = _joined({settings.of_model(name).model_name: one for name, one in counted.items()})
     tls = ServerTls.of(settings)
     tokens = None if settings.tokens is None else Tokens(settings.tokens)
     targets = [one.targets for one in parts]
