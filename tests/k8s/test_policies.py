@@ -16,7 +16,7 @@ from support.manifests import KUBERNETES, LEADER, OVERLAYS, Manifest, Overlay, W
 from support.metrics import sample_names
 
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.settings import GatewaySettings
+from outrider.gateway.settings import GatewaySettings, by_model
 from outrider.rpc.settings import ServerSettings, load_settings
 from outrider.target_service.settings import TargetSettings
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
@@ -50,6 +50,11 @@ def workload(request: pytest.FixtureRequest, overlay: Overlay) -> Workload:
 def settings_of(workload: Workload) -> Any:
     """As the service reads them; a variable that it does not know raises."""
     return load_settings(SETTINGS[workload.role], environ=workload.environment)
+
+
+def addresses_of(gateway: GatewaySettings) -> list[str]:
+    """Of the targets and drafts of all its models."""
+    return [address for given in (gateway.target, gateway.draft) for one in by_model(given).values() for address in one]
 
 
 def port_of(address: str) -> int:
@@ -199,8 +204,13 @@ def test_models_are_there(workload: Workload) -> None:
     settings = settings_of(workload)
     (volume,) = [volume for volume in workload.pod["volumes"] if volume["name"] == "models"]
     (mount,) = [mount for mount in workload.container["volumeMounts"] if mount["name"] == "models"]
-    folder = settings.tokenizer if workload.role == "gateway" else settings.model
-    assert str(folder).startswith(f"{mount['mountPath']}/") and workload.environment["HF_HUB_OFFLINE"] == "1"
+    folders = [settings.model] if workload.role != "gateway" else []
+    if workload.role == "gateway":
+        folders = [folder for name in settings.models for folder in settings.of_model(name).tokenizer]
+    assert (
+        all(str(folder).startswith(f"{mount['mountPath']}/") for folder in folders)
+        and workload.environment["HF_HUB_OFFLINE"] == "1"
+    )
     if "persistentVolumeClaim" in volume:
         workload.overlay.named("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
     else:
@@ -253,6 +263,19 @@ def test_a_set_of_hosts_leaves_names_and_scaling_whole() -> None:
     assert worker.pod["terminationGracePeriodSeconds"] == leader.pod["terminationGracePeriodSeconds"], "it ends last"
 
 
+def test_two_models_are_two_targets_before_one_pool_of_drafts() -> None:
+    """Each with its weights and tokenizer, and by settings that differ in these alone."""
+    workloads = {workload.role: workload for workload in Overlay("two-models").workloads}
+    gateway = settings_of(workloads["gateway"])
+    default, other = map(gateway.of_model, gateway.models)
+    assert gateway.models == ["", "other"] and default.draft == other.draft and default.target != other.target
+    first, second = (
+        load_settings(TargetSettings, environ=workloads[role].environment) for role in ("target", "target-other")
+    )
+    assert [first.model, second.model] == [default.tokenizer[0], other.tokenizer[0]]
+    assert second.model_copy(update={"model": first.model}) == first
+
+
 @pytest.mark.parametrize("name", ["prod", "prod-hpa"])
 def test_draft_and_target_have_pools_of_their_own(name: str) -> None:
     pools = {workload.role: workload.pod.get("nodeSelector") for workload in Overlay(name).workloads}
@@ -269,7 +292,8 @@ def test_a_pod_counts_once(workload: Workload) -> None:
         selector = manifest["spec"]["selector"]
         found = overlay.selected({"matchLabels": selector} if kind == "Service" else selector)
         assert [other.role for other in found] == [workload.role]
-    assert len(overlay.of("Service")) == len(overlay.of("PodDisruptionBudget")) == len(SETTINGS)
+    served = {other.role for other in overlay.workloads} - {"target-worker"}
+    assert len(overlay.of("Service")) == len(overlay.of("PodDisruptionBudget")) == len(served)
     assert overlay.named("PodDisruptionBudget", f"outrider-{workload.role}")["spec"]["maxUnavailable"] == 1
     (constraint,) = workload.pod["topologySpreadConstraints"]
     assert [found.role for found in overlay.selected(constraint["labelSelector"])] == [workload.role]
@@ -282,7 +306,7 @@ def test_services_lead_to_ports_and_gateways_to_services(workload: Workload) -> 
     assert (service.get("clusterIP") == "None") == (workload.role != "gateway"), "gateways choose among pods"
     if workload.role == "gateway":
         settings = settings_of(workload)
-        for address in (*settings.target, *settings.draft):
+        for address in addresses_of(settings):
             name, _, number = address.removeprefix("dns:///").partition(":")
             ports = workload.overlay.named("Service", name)["spec"]["ports"]
             assert address.startswith("dns:///") and int(number) in {port["port"] for port in ports}
@@ -349,8 +373,8 @@ def used_edges(overlay: Overlay) -> set[Edge]:
             edges |= {(workload.role, namespace, int(port)), (workload.role, DNS, 53)}
         if workload.role == "gateway":
             settings = settings_of(workload)
-            for address in (*settings.target, *settings.draft):
-                name = re.fullmatch(r"dns:///outrider-(\w+):\d+", address)
+            for address in addresses_of(settings):
+                name = re.fullmatch(r"dns:///outrider-([\w-]+):\d+", address)
                 assert name is not None
                 edges |= {("gateway", name[1], port_of(address)), ("gateway", DNS, 53)}
             public = overlay.named("Service", "outrider-gateway")["spec"]["ports"]
