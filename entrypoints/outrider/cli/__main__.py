@@ -79,6 +79,7 @@ SUBJECTS: dict[str, dict[str, Command]] = {
         "bench host": Command("", "measure what target and gateway cost beside the device", "bench"),
         "bench vllm": Command("", "measure drafting by vLLM's own engine, and by ours", "bench"),
         "bench weights": Command("", "measure a GGUF file here and under llama.cpp", "bench"),
+        "bench learning": Command("", "measure what a draft wins back that learns from what it serves", "bench"),
         "bench kernels": Command("", "measure the kernels against PyTorch's", "bench"),
     },
 }

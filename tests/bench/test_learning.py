@@ -1,0 +1,56 @@
+"""`outrider bench learning`: texts come by the learner's clock, and what is in use is measured along the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.learning import PROMPT_TOKENS, excerpts, main, render
+
+WORDS = "def main(arguments):\n    return [line.strip() for line in arguments if not line.startswith('#')]\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for index in range(3):
+        (tmp_path / f"{index}.txt").write_text("".join(f"# {index} {place}\n{WORDS}" for place in range(80)))
+    (tmp_path / "short.txt").write_text("x")
+    return tmp_path
+
+
+def test_it_measures_and_tells(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--domain", f"first={files}/*.txt", "--domain", f"other={files}/1.txt", "--seconds", "2", "--every", "1",
+        "--tokens-per-s", "1600", "--measured", "4", "--no-store", "--output", str(files / "result.json"),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    result = json.loads((files / "result.json").read_text())
+    assert [*result["alone"]] == ["first", "other"] and len(result["points"]) >= 2
+    assert result["points"][-1]["seconds"] >= 2 and result["points"][-1]["steps"] > 0
+    if not result["points"][-1]["promoted"]:
+        assert result["points"][-1]["live"] == result["alone"]
+    shown = capsys.readouterr().out
+    assert "first, greedy" in shown and "alone" in shown
+    better = {name: {how: value + 0.5 for how, value in one.items()} for name, one in result["alone"].items()}
+    result["points"][-1]["live"] = {
+        name: {how: value + 0.25 for how, value in one.items()} for name, one in result["alone"].items()
+    }
+    assert [*render(result | {"reference": better})][-2:] == [
+        "of the gap to the reference, greedy: 50%", "of the gap to the reference, sampled: 50%",
+    ]  # fmt: skip
+
+
+def test_excerpts_are_of_whole_files_and_what_is_none_is_told(files: Path) -> None:
+    found = excerpts("a", f"{files}/*.txt", 5, 1, lambda text: list(text.encode()))
+    assert len(found) == 5 and {len(ids) for ids in found} == {PROMPT_TOKENS}
+    assert found == excerpts("a", f"{files}/*.txt", 5, 1, lambda text: list(text.encode()))
+    with pytest.raises(ValueError, match="domain: a has no file"):
+        excerpts("a", f"{files}/short.txt", 5, 1, lambda text: list(text.encode()))
+
+
+def test_a_domain_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--domain", "nameless"])
+    assert "NAME=GLOB" in capsys.readouterr().err
