@@ -186,24 +186,26 @@ class Learner:
         version = new_version(number, digest, path, counts, trial.mean_gain, self.plan.error)
         pupil.live, pupil.watch = candidate.state, Trial(self.plan.error, most=2**31)
         self.num_promoted += 1
-        self._change(pupil.key, version, version.said)
+        self._change(pupil, version, version.said)
 
     def _take_back(self, pupil: Pupil) -> None:
         self._begin_anew(pupil)
+        pupil.live = pupil.watch = None
         self.num_taken_back += 1
-        self._change(pupil.key, None, "the model alone drafts better: taken back")
+        self._change(pupil, None, "the model alone drafts better: taken back")
 
     def _begin_anew(self, pupil: Pupil) -> None:
         """Its weights are those of the model alone again; what is in use stays, unless it was taken back."""
         pupil.state, pupil.optimizer, pupil.candidate = self.student.untrained(), self.student.new_optimizer(), None
         pupil.trial = self._new_trial()
 
-    def _change(self, key: Key, version: Version | None, said: str) -> None:
-        if version is None:
-            self._pupils[key].live = self._pupils[key].watch = None
-        self.shelf.put(key, version)
-        logger.info("%s: %s", _of(key), said)
-        self._on_change(key, version)
+    def _change(self, pupil: Pupil, version: Version | None, said: str) -> None:
+        with self._lock:
+            if self._pupils.get(pupil.key) is not pupil:
+                return  # it had to make room meanwhile
+            self.shelf.put(pupil.key, version)
+        logger.info("%s: %s", _of(pupil.key), said)
+        self._on_change(pupil.key, version)
 
     def _pupil(self, key: Key) -> Pupil:
         """Of a key, a new one if need be: from the weights of the same salt's latest other target, if there is one.
