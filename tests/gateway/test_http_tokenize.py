@@ -19,7 +19,6 @@ from support.models import train_byte_level
 from outrider.gateway.http import tokenize, tokenize_apart
 from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.shares import Shares
-from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.http.tokenize_apart import Work
 from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_CHARS_PER_TOKEN, MAX_TOKENISED, Tokenizer
 from outrider.rpc.words.request import GenerationRequest
@@ -121,7 +120,7 @@ async def test_a_long_answer_is_written_beside_the_event_loop(long: bool, monkey
     tokenizer, text = toy_tokenizer(), 'the "lazy" 你好 ' * (6000 if long else 1)
     ids = tokenizer.encode(text)
     seen(InPieces if long else JSONResponse, "render")
-    seen(TokenizeEndpoints, "_detokenized")
+    seen(tokenize, "_detokenized")
     async with gateway() as served, served.client() as client:
         answer = await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})
         names = [tokenizer.backend.id_to_token(token) for token in ids]

@@ -89,10 +89,11 @@ def test_what_falls_behind_is_taken_back(
     learner, told = new_learner(student, tmp_path)
     fed(learner, lessons, "num_promoted")
     key = Key(lessons[0].target_digest, "")
-    learner.plan = replace(PLAN, candidate_steps=10**6)  # none that has learned the new traffic is in time
-    other = [replace(targets["own"].lesson(number, 16), target_digest=key.target_digest) for number in range(200, 240)]
-    fed(learner, other, "num_taken_back")
     (pupil,) = learner.pupils()
+    assert not any(learner._falls_behind(pupil, 0.2, 0.9) for _ in range(500)), "it was good for long"
+    learner.plan = replace(PLAN, candidate_steps=10**6)  # none that has learned the new traffic is in time
+    other = [replace(targets["own"].lesson(number, 16), target_digest=key.target_digest) for number in range(200, 290)]
+    fed(learner, other, "num_taken_back")
     assert told[-1] == (key, False) and learner.shelf.live == {} and pupil.live is None
     assert same(pupil.state, student.untrained())
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,12 @@ async def changing(served: Deployment, folder: Path) -> AsyncIterator[list[int]]
     digest = (await TARGET_SERVICE.get_info(served.to_target)).model.digest
     state = load_file(draft_of(served) / "model.safetensors")
     paths = [str(save_adapter(folder / str(seed), state, seed=seed, scale=0.3)) for seed in (1, 2)]
-    met: list[int] = []
+    met, over = list[int](), asyncio.Event()
 
     async def change() -> None:
         for path in cycle([*paths, ""]):
+            if over.is_set():
+                return
             done = await put_learned(served.to_draft, digest, "", path)
             met.append(done.num_sequences)
             await asyncio.sleep(0.02)
@@ -78,9 +80,8 @@ async def changing(served: Deployment, folder: Path) -> AsyncIterator[list[int]]
     try:
         yield met
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        over.set()
+        await task
         await put_learned(served.to_draft, digest, "", "")
 
 

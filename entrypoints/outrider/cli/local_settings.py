@@ -161,7 +161,7 @@ class LocalSettings(ServiceSettings):
     def gateway_arguments(self, target: str, draft: str) -> list[str]:
         """The command line of the gateway, in front of the target and, if it has an address, the draft."""
         drafts = [draft] if draft else []
-        return ["gateway", *flags_of(self.gateway, target=[target], draft=drafts, tokenizer=self.target.model)]
+        return ["gateway", *flags_of(self.gateway, target=[target], draft=drafts, tokenizer=[self.target.model])]
 
     def _cache_beside_target(self, draft: DraftSettings) -> int | None:
         """On a GPU with the target the draft takes little: what the device has left is the target's."""

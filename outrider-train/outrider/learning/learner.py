@@ -137,13 +137,13 @@ class Learner:
             return
         self.student.hold(pupil.state)
         for _ in range(TURN_STEPS):
+            pupil.num_steps += 1
             try:
                 pupil.loss = self.student.step(pupil.optimizer, pupil.pool.batch(size), pupil.num_steps)
             except FloatingPointError as error:
                 logger.warning("%s: %s; its weights begin anew", _of(pupil.key), error)
                 self._begin_anew(pupil)
                 return
-            pupil.num_steps += 1
         pupil.state = self.student.state()
         before = 0 if pupil.candidate is None else pupil.candidate.num_steps
         if pupil.num_steps - before >= self.plan.candidate_steps:
@@ -157,7 +157,7 @@ class Learner:
         for worths in zip(alone, live, new, strict=True):
             for name, value in zip(("alone", "live", "candidate"), worths, strict=True):
                 pupil.note(name, value)
-            if pupil.watch is not None and pupil.watch.add(worths[0], worths[1]) is Verdict.BETTER:
+            if self._falls_behind(pupil, worths[0], worths[1]):
                 self._take_back(pupil)
                 return
             verdict = Verdict.OPEN if candidate is None else pupil.trial.add(worths[2], worths[1])
@@ -166,6 +166,14 @@ class Learner:
             if verdict is not Verdict.OPEN:
                 pupil.trial = self._new_trial()
                 return
+
+    def _falls_behind(self, pupil: Pupil, alone: float, live: float) -> bool:
+        """Whether the model alone is better than what is in use. That is judged anew again and again: what was good for
+        long may fall behind."""
+        verdict = Verdict.OPEN if pupil.watch is None else pupil.watch.add(alone, live)
+        if verdict is Verdict.NO_BETTER:
+            pupil.watch = self._new_trial()
+        return verdict is Verdict.BETTER
 
     def _new_trial(self) -> Trial:
         return Trial(self.plan.error, self.plan.most_judges)
@@ -184,7 +192,7 @@ class Learner:
             "num_lessons": candidate.num_lessons, "num_steps": candidate.num_steps, "num_judged": trial.num_lessons,
         }  # fmt: skip
         version = new_version(number, digest, path, counts, trial.mean_gain, self.plan.error)
-        pupil.live, pupil.watch = candidate.state, Trial(self.plan.error, most=2**31)
+        pupil.live, pupil.watch = candidate.state, self._new_trial()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
 
@@ -234,7 +242,7 @@ class Learner:
             self.shelf.put(key, None)
             return
         pupil = self._pupils[key] = self._new(key, state)
-        pupil.live, pupil.watch = state, Trial(self.plan.error, most=2**31)
+        pupil.live, pupil.watch = state, self._new_trial()
 
 
 def _of(key: Key) -> str:
