@@ -19,6 +19,7 @@ from outrider.cli.__main__ import ALIASES, COMMANDS, SUBJECTS, unknown_command
 from outrider.cli.chat import ChatSettings
 from outrider.cli.serve import ServeSettings
 from outrider.cli.trace import TraceSettings
+from outrider.learning.learn_command import LearnSettings
 from outrider.rpc.settings import ServiceSettings, options
 
 
@@ -168,7 +169,7 @@ def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:
 FORMER = {name: former for former, name in ALIASES.items()}  # by which variables and files go on to call it
 SECTIONS = {
     "serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "compare": CompareSettings,
-    "bench serve": LoadSettings,
+    "bench serve": LoadSettings, "learn": LearnSettings,
 }  # fmt: skip
 ELSEWHERE = {
     "--trace-file",
@@ -177,6 +178,10 @@ ELSEWHERE = {
     "--max-rows",
     "--threads",
     "--draft-cache-mb",
+    "--learn-from",
+    "--listen",
+    "--learned-rank",
+    "--method",
 }  # of the services, short, former
 
 
