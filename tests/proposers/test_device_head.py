@@ -135,10 +135,8 @@ class BothWays:
 
     def _check(self, launched: list[list[DraftedToken]], stored: list[Tensor]) -> None:
         """What was drawn and stored against the same of the launched way, whose products have fewer rows: a GPU's
-        library may add those up in another order."""
+        library may add those up in another order, and so do a CPU's on some processors."""
         tokens = self.windows[-1].tokens
-        if self.gpu is not None:
-            assert tokens == launched
         assert [list(map(by_id, line)) for line in tokens] == [list(map(by_id, line)) for line in launched]
         for ours, theirs in zip(chain(*tokens), chain(*launched), strict=True):
             weights = [np.frombuffer(token.weights, "<u4").astype(int) for token in (ours, theirs)]
