@@ -19,7 +19,7 @@ from support.engines import GREEDY, SAMPLED, DraftHarness, commit, credit, new_o
 from support.models import build_decoder, save_tiny, tiny_config, tiny_hf_model, tiny_state, train_byte_level
 
 from outrider.draft_service import boot
-from outrider.draft_service.lessons import LESSON_BYTES, MAX_TOKENS, SALTED, UNSALTED, LearningKey, Lessons, group_of
+from outrider.draft_service.lessons import MAX_TOKENS, SALTED, UNSALTED, Lessons, group_of
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.adapters.loader import WEIGHTS_NAME, load_adapter
 from outrider.engine.adapters.resident import AdapterRoom
@@ -28,7 +28,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned, reload_model
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import Close, DraftTokens, Lesson, Open, TokenWeights
+from outrider.rpc.messages import LESSON_BYTES, Close, DraftTokens, LearningKey, Lesson, Open, TokenWeights
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.rpc.words.structured import StructuredOutput
 

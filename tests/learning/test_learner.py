@@ -15,8 +15,8 @@ from support.lessons import GREEDY, VOCAB, Target
 from outrider.learning.learner import Learner, LearnerPlan
 from outrider.learning.student import State, Student, StudentPlan
 from outrider.learning.traffic import PoolPlan
-from outrider.learning.versions import CARD_NAME, KEPT, Key, Shelf, Version
-from outrider.rpc.messages import Lesson
+from outrider.learning.versions import CARD_NAME, KEPT, Shelf, Version
+from outrider.rpc.messages import LearningKey, Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule
 
 HOW = StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_weight=0.0)
@@ -41,8 +41,10 @@ def lessons() -> list[Lesson]:
     return found
 
 
-def new_learner(student: Student, folder: Path, plan: LearnerPlan = PLAN) -> tuple[Learner, list[tuple[Key, bool]]]:
-    told: list[tuple[Key, bool]] = []
+def new_learner(
+    student: Student, folder: Path, plan: LearnerPlan = PLAN
+) -> tuple[Learner, list[tuple[LearningKey, bool]]]:
+    told: list[tuple[LearningKey, bool]] = []
     shelf = Shelf(folder, student.digest)
     return Learner(student, shelf, plan, lambda key, version: told.append((key, version is not None))), told
 
@@ -67,7 +69,7 @@ def test_what_is_better_is_put_in_use_and_goes_on_after_an_end(
     student: Student, lessons: list[Lesson], tmp_path: Path
 ) -> None:
     learner, told = new_learner(student, tmp_path)
-    key = Key(lessons[0].target_digest, "")
+    key = LearningKey(lessons[0].target_digest, "")
     fed(learner, lessons, "num_promoted")
     (pupil,) = learner.pupils()
     version = learner.shelf.live[key]
@@ -88,7 +90,7 @@ def test_what_falls_behind_is_taken_back(
     """The traffic is now what the draft's own model says; it is the same target to the draft."""
     learner, told = new_learner(student, tmp_path)
     fed(learner, lessons, "num_promoted")
-    key = Key(lessons[0].target_digest, "")
+    key = LearningKey(lessons[0].target_digest, "")
     (pupil,) = learner.pupils()
     assert not any(learner._falls_behind(pupil, 0.2, 0.9) for _ in range(500)), "it was good for long"
     learner.plan = replace(PLAN, candidate_steps=10**6)  # none that has learned the new traffic is in time
@@ -112,7 +114,7 @@ def test_a_caller_who_sends_nonsense_changes_nothing_of_anothers(
 ) -> None:
     """The bound is 0: not a bit of the other salt's weights, nor of what is in use for it; and nonsense is never put in
     use."""
-    key, found = Key(lessons[0].target_digest, ""), []
+    key, found = LearningKey(lessons[0].target_digest, ""), []
     for name, more in (("alone", []), ("beside", nonsense(60, "b" * 32))):
         learner, told = new_learner(student, tmp_path / name)
         for start in range(0, 60, 10):
@@ -138,7 +140,9 @@ def test_another_targets_weights_begin_with_those_of_the_same_salt(
     learner.take([replace(one, target_digest="e" * 64) for one in lessons[:2]])
     learner.take([replace(one, target_digest="e" * 64, group="c" * 32) for one in lessons[:2]])
     akin, stranger = learner.pupils()
-    assert [one.key for one in (akin, stranger)] == [Key("e" * 64, ""), Key("e" * 64, "c" * 32)], "at most two"
+    assert [one.key for one in (akin, stranger)] == [LearningKey("e" * 64, ""), LearningKey("e" * 64, "c" * 32)], (
+        "at most two"
+    )
     assert same(akin.state, trained) and akin.live is None and same(stranger.state, student.untrained())
 
 
@@ -182,7 +186,7 @@ def test_a_version_that_is_broken_is_left_aside(student: Student, lessons: list[
 
 
 def test_old_versions_go(student: Student, tmp_path: Path) -> None:
-    shelf, key = Shelf(tmp_path, student.digest), Key("d", "")
+    shelf, key = Shelf(tmp_path, student.digest), LearningKey("d", "")
     for _ in range(KEPT + 3):
         number, path = shelf.place(key)
         shelf.put(key, Version(number, student.write(student.untrained(), path), str(path), 1, 1, 1, 0.1, 0.01, 0.0))

@@ -25,8 +25,9 @@ from outrider.learning.learner import Learner, LearnerPlan, run
 from outrider.learning.links import DraftLink
 from outrider.learning.student import Student, StudentPlan
 from outrider.learning.traffic import PoolPlan
-from outrider.learning.versions import Key, Shelf, Version
+from outrider.learning.versions import Shelf, Version
 from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import LearningKey
 
 PLAN = LearnerPlan(PoolPlan(hold_out=3), candidate_steps=8, error=0.2, window=4)
 
@@ -144,7 +145,7 @@ def learning(student: Student, folder: Path, plan: LearnerPlan = PLAN) -> Iterat
 async def linked(learner: Learner, *addresses: str) -> AsyncIterator[list[DraftLink]]:
     """While in it, lessons come, and what is in use is kept in use."""
 
-    def in_use() -> dict[Key, tuple[str, str]]:
+    def in_use() -> dict[LearningKey, tuple[str, str]]:
         return {key: (version.digest, version.path) for key, version in learner.shelf.live.items()}
 
     links = [DraftLink(address, None, learner, in_use) for address in addresses]
@@ -163,7 +164,7 @@ def student(served: Deployment) -> Student:
     return Student(draft_of(served), StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_weight=0.0))
 
 
-def put(learner: Learner, key: Key, seed: int) -> Version:
+def put(learner: Learner, key: LearningKey, seed: int) -> Version:
     """Says that some weights are in use, as if they had been judged better."""
     state = {name: 0.2 * tensor + 0.01 * seed for name, tensor in learner.student.untrained().items()}
     number, path = learner.shelf.place(key)
@@ -184,7 +185,7 @@ async def test_lessons_come_of_all_that_a_target_answers_and_what_is_in_use_is_p
             await until(lambda: [one.pool.num_taken for one in learner.pupils()] == [6])
             (pupil,) = learner.pupils()
             digest = (await TARGET_SERVICE.get_info(served.to_target)).model.digest
-            assert pupil.key == Key(digest, group_of("")) and pupil.pool.num_tokens == 6 * 24
+            assert pupil.key == LearningKey(digest, group_of("")) and pupil.pool.num_tokens == 6 * 24
             version = put(learner, pupil.key, 1)
             await until(lambda: learned_of(served.draft))
             (row,) = (await DRAFT_SERVICE.get_info(served.to_draft)).learned
@@ -215,7 +216,7 @@ async def test_a_learner_learns_of_served_traffic_and_dies(
 async def test_drafts_of_the_same_weights_share_and_one_that_starts_again_is_brought_up(
     served: Deployment, student: Student, tmp_path: Path
 ) -> None:
-    key = Key("e" * 64, "")
+    key = LearningKey("e" * 64, "")
     given: dict[str, Any] = {"model": draft_of(served), "threads": 1, "num_blocks": 64, "learn_from": [UNSALTED]}
     services = [await boot.start(DraftSettings(listen="127.0.0.1:0", **given)) for _ in range(2)]
     for service in services:

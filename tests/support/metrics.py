@@ -16,8 +16,7 @@ from outrider.draft_service.metrics import DraftMetrics
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.request_metrics import measure
 from outrider.learning.metrics import LearnerMetrics
-from outrider.learning.versions import Key
-from outrider.rpc.messages import ModelInfo
+from outrider.rpc.messages import LearningKey, ModelInfo
 from outrider.rpc.metrics import Metrics
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import stats_of
@@ -62,7 +61,7 @@ def declared() -> dict[str, str]:
     gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()), gen_ai_names=True)
     found: dict[str, str] = {}
     pool = SimpleNamespace(num_taken=0, num_refused=0, num_again=0, num_tokens=0)
-    pupil = SimpleNamespace(key=Key("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0)
+    pupil = SimpleNamespace(key=LearningKey("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0)
     learner: Any = SimpleNamespace(pupils=lambda: [pupil], num_lost=0, num_promoted=0, num_taken_back=0)
     for metrics in (gateway, target, draft, LearnerMetrics(learner)):
         for family in text_string_to_metric_families(metrics.render("")[0].decode()):

@@ -11,7 +11,7 @@ import grpc
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
 from outrider.draft_service.learned import LearnedAdapters
-from outrider.draft_service.lessons import LearningKey, Teaching
+from outrider.draft_service.lessons import Teaching
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
@@ -28,7 +28,7 @@ from outrider.proposers.reencoded_text import ReencodedText
 from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
-from outrider.rpc.messages import Open
+from outrider.rpc.messages import LearningKey, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1

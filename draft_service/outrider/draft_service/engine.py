@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
-from outrider.draft_service.lessons import LearningKey, Lessons
+from outrider.draft_service.lessons import Lessons
 from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
@@ -30,6 +30,7 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftCommand,
+    LearningKey,
     Open,
     to_failure,
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from outrider.draft_service.lessons import LearningKey
 from outrider.engine.batch import PreparedAdapter
-from outrider.rpc.messages import LearnedDraft
+from outrider.rpc.messages import LearnedDraft, LearningKey
 
 
 class LearnedAdapters:

@@ -13,23 +13,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple, Self
+from typing import Self
 
-from outrider.rpc.messages import Lesson, Open
+from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, LearningKey, Lesson, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNSALTED, SALTED = "unsalted", "salted"  # in place of a salt: sequences without one; those with one, each for itself
 MAX_BYTES = 8 << 20  # of lessons that wait
 MAX_TOKENS = 8192  # of a lesson; what is longer teaches nothing
-TOKEN_BYTES = 4
-LESSON_BYTES = 512  # of what stands beside the tokens, about
-
-
-class LearningKey(NamedTuple):
-    """Sequences that teach one another, and no others."""
-
-    target_digest: str  # of the model that draws them, and its adapter
-    group: str  # the digest of their salt; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +83,13 @@ class Lessons:
         """Takes one, and gives up the oldest where it has no room."""
         with self._lock:
             self.num_added += 1
-            if bytes_of(lesson) > min(self._max_bytes, LESSON_BYTES + TOKEN_BYTES * MAX_TOKENS):
+            if lesson.num_bytes > min(self._max_bytes, LESSON_BYTES + TOKEN_BYTES * MAX_TOKENS):
                 self._num_lost += 1
                 return
             self._waiting.append(lesson)
-            self.num_bytes += bytes_of(lesson)
+            self.num_bytes += lesson.num_bytes
             while self.num_bytes > self._max_bytes:
-                self.num_bytes -= bytes_of(self._waiting.popleft())
+                self.num_bytes -= self._waiting.popleft().num_bytes
                 self._num_lost += 1
 
     def take(self) -> tuple[list[Lesson], int]:
@@ -108,8 +99,3 @@ class Lessons:
             self._waiting.clear()
             self.num_bytes = self._num_lost = 0
         return taken, lost
-
-
-def bytes_of(lesson: Lesson) -> int:
-    """Memory that a lesson takes, about."""
-    return LESSON_BYTES + TOKEN_BYTES * (len(lesson.prompt_ids) + len(lesson.output_ids))

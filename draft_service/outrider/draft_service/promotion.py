@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.draft_service.lessons import LearningKey
 from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.batch import PreparedAdapter
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, one_line
-from outrider.rpc.messages import LearnedDraft, PutLearned
+from outrider.rpc.messages import LearnedDraft, LearningKey, PutLearned
 
 if TYPE_CHECKING:
     from outrider.draft_service.engine import DraftEngine

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft_service.lessons import LearningKey
 from outrider.draft_service.vocabularies import MAX_BYTES, Vocabularies
 from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, LESSON, PUT_LEARNED, RELOADED
 from outrider.rpc.errors import FailedPrecondition, PermissionDenied, Unavailable
@@ -17,6 +16,7 @@ from outrider.rpc.messages import (
     DraftCommand,
     DraftInfo,
     LearnedDraft,
+    LearningKey,
     ModelInfo,
     Open,
     validate_commit,

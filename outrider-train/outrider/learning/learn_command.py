@@ -23,7 +23,7 @@ from outrider.rpc.logs import setup_logging
 if TYPE_CHECKING:
     from outrider.learning.learner import Learner
     from outrider.learning.links import DraftLink
-    from outrider.learning.versions import Key
+    from outrider.rpc.messages import LearningKey
 
 DESCRIPTION = (
     "Let a draft learn from what it drafts for. It is one that was started with --learn-from, whose folder of weights "
@@ -131,7 +131,7 @@ async def serve(settings: LearnSettings, learner: Learner) -> None:
     if settings.seconds:
         loop.call_later(settings.seconds, stopped.set)
 
-    def in_use() -> Mapping[Key, tuple[str, str]]:
+    def in_use() -> Mapping[LearningKey, tuple[str, str]]:
         return {key: (version.digest, version.path) for key, version in dict(learner.shelf.live).items()}
 
     links = [DraftLink(address, tls, learner, in_use) for address in settings.draft]

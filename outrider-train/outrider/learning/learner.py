@@ -21,8 +21,8 @@ import torch
 from outrider.learning.judgement import Trial, Verdict, worth
 from outrider.learning.student import State, Student
 from outrider.learning.traffic import Pool, PoolPlan
-from outrider.learning.versions import Key, Shelf, Version, new_version
-from outrider.rpc.messages import Lesson
+from outrider.learning.versions import Shelf, Version
+from outrider.rpc.messages import LearningKey, Lesson
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Candidate:
 class Pupil:
     """The weights of one key."""
 
-    key: Key
+    key: LearningKey
     pool: Pool
     state: State  # that are trained
     optimizer: torch.optim.Optimizer
@@ -86,13 +86,13 @@ class Learner:
         student: Student,
         shelf: Shelf,
         plan: LearnerPlan,
-        on_change: Callable[[Key, Version | None], None] = lambda key, version: None,
+        on_change: Callable[[LearningKey, Version | None], None] = lambda key, version: None,
     ) -> None:
         """Goes on with what the shelf says is in use. `on_change` is told of every promotion and every one that is
         taken back."""
         self.student, self.shelf, self.plan, self._on_change = student, shelf, plan, on_change
-        self._pupils: OrderedDict[Key, Pupil] = OrderedDict()  # the one taught longest ago first
-        self._turns: list[Key] = []
+        self._pupils: OrderedDict[LearningKey, Pupil] = OrderedDict()  # the one taught longest ago first
+        self._turns: list[LearningKey] = []
         self._lock = Lock()
         self.num_promoted = self.num_taken_back = self.num_lost = 0
         for key, version in list(shelf.live.items()):
@@ -103,7 +103,7 @@ class Learner:
         with self._lock:
             self.num_lost += num_lost
             for lesson in lessons:
-                self._pupil(Key(lesson.target_digest, lesson.group)).pool.take(lesson)
+                self._pupil(lesson.key).pool.take(lesson)
 
     def turn(self) -> bool:
         """A few steps of one key, and what its lessons judge; whether there was anything to do."""
@@ -188,10 +188,10 @@ class Learner:
     def _promote(self, pupil: Pupil, candidate: Candidate) -> None:
         number, path = self.shelf.place(pupil.key)
         digest, trial = self.student.write(candidate.state, path), pupil.trial
-        counts = {
-            "num_lessons": candidate.num_lessons, "num_steps": candidate.num_steps, "num_judged": trial.num_lessons,
-        }  # fmt: skip
-        version = new_version(number, digest, path, counts, trial.mean_gain, self.plan.error)
+        version = Version(
+            number, digest, str(path), candidate.num_lessons, candidate.num_steps, trial.num_lessons, trial.mean_gain,
+            self.plan.error, time.time(),
+        )  # fmt: skip
         pupil.live, pupil.watch = candidate.state, self._new_trial()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
@@ -215,7 +215,7 @@ class Learner:
         logger.info("%s: %s", _of(pupil.key), said)
         self._on_change(pupil.key, version)
 
-    def _pupil(self, key: Key) -> Pupil:
+    def _pupil(self, key: LearningKey) -> Pupil:
         """Of a key, a new one if need be: from the weights of the same salt's latest other target, if there is one.
         Then the one that was taught longest ago goes where there are too many."""
         pupil = self._pupils.get(key)
@@ -230,11 +230,11 @@ class Learner:
         self._pupils.move_to_end(key)
         return pupil
 
-    def _new(self, key: Key, state: State) -> Pupil:
+    def _new(self, key: LearningKey, state: State) -> Pupil:
         pool, optimizer = Pool(self.plan.pool, self.student.vocab_size), self.student.new_optimizer()
         return Pupil(key, pool, state, optimizer, self._new_trial())
 
-    def _go_on(self, key: Key, version: Version) -> None:
+    def _go_on(self, key: LearningKey, version: Version) -> None:
         try:
             state = self.student.read(Path(version.path))
         except ValueError as error:
@@ -245,7 +245,7 @@ class Learner:
         pupil.live, pupil.watch = state, self._new_trial()
 
 
-def _of(key: Key) -> str:
+def _of(key: LearningKey) -> str:
     return f"target {key.target_digest[:12]}, {'group ' + key.group[:12] if key.group else 'no salt'}"
 
 

@@ -12,8 +12,8 @@ import grpc.aio
 
 from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned
 from outrider.learning.learner import Learner
-from outrider.learning.versions import Key
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
+from outrider.rpc.messages import LearningKey
 from outrider.rpc.security import ClientTls, open_channel
 from outrider.rpc.status import from_rpc_error
 
@@ -31,8 +31,8 @@ class DraftLink:
     address: str
     tls: ClientTls | None
     learner: Learner
-    in_use: Callable[[], Mapping[Key, tuple[str, str]]]  # digest and path, by key
-    used: dict[Key, str] = field(default_factory=dict)  # what the draft has, as it said
+    in_use: Callable[[], Mapping[LearningKey, tuple[str, str]]]  # digest and path, by key
+    used: dict[LearningKey, str] = field(default_factory=dict)  # what the draft has, as it said
     refused: set[str] = field(default_factory=set)  # digests
     is_there: bool = False
 
@@ -96,4 +96,4 @@ class DraftLink:
         if info.model.digest != self.learner.student.digest:
             own, its = self.learner.student.digest[:12], info.model.digest[:12] or "none"
             raise FailedPrecondition(f"drafts with another model, {its}, than --model, {own}", reason="OTHER_MODEL")
-        self.used = {Key(row.target_digest, row.group): row.digest for row in info.learned}
+        self.used = {row.key: row.digest for row in info.learned}

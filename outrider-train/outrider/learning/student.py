@@ -23,15 +23,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.adapters.config import CONFIG_NAME
-from outrider.engine.adapters.loader import WEIGHTS_NAME, load_adapter
-from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.adapters.loader import WEIGHTS_NAME, read_adapter
+from outrider.engine.loader import load_model
 from outrider.engine.models.base import TakesAdapters
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.rpc.messages import Lesson
 from outrider.training.model import continue_windows
 
-FIRST = "default"  # what PEFT calls an adapter that is not named
 LOWEST = -1e4  # of a logit: what a mask hides has no likelihood, and no gradient
 State = dict[str, Tensor]
 
@@ -57,11 +56,12 @@ class Student:
     def __init__(self, folder: Path, plan: StudentPlan) -> None:
         """Raises ValueError for a model that takes no adapters."""
         self.plan, self.folder = plan, folder
-        self._loaded: LoadedModel = load_model(folder, lone_file=True)
-        if not isinstance(self._loaded.model, TakesAdapters):
+        served = load_model(folder, lone_file=True)  # as a draft has it; it is not kept
+        if not isinstance(served.model, TakesAdapters):
             raise ValueError(f"model: {folder} takes no adapters; allowed: a model of our own decoder")
-        self.digest, self.vocab_size = self._loaded.digest, self._loaded.vocab_size
-        names = sorted({name.rpartition(".")[2] for name in self._loaded.model.adapters.linears})
+        self.digest, self.vocab_size, self._eos_ids = served.digest, served.vocab_size, served.eos_token_ids
+        self._linears = served.model.adapters.linears
+        names = sorted({name.rpartition(".")[2] for name in self._linears})
         self._config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=names, lora_dropout=0.0)
         torch.manual_seed(plan.seed)
         self._model: Any = get_peft_model(
@@ -123,11 +123,11 @@ class Student:
         said = self._config.to_dict() | {"base_model_name_or_path": self.folder.name, "inference_mode": True}
         said["target_modules"] = sorted(said["target_modules"])
         (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-        return load_adapter(folder, self._loaded.model, self.digest).digest
+        return read_adapter(folder, self._linears, self.digest).digest
 
     def read(self, folder: Path) -> State:
         """What `write` wrote. ValueError where it is another model's, or not whole."""
-        load_adapter(folder, self._loaded.model, self.digest)
+        read_adapter(folder, self._linears, self.digest)
         return dict(load_file(folder / WEIGHTS_NAME))
 
     def _loss(self, lesson: Lesson) -> Tensor:
@@ -142,8 +142,8 @@ class Student:
         count = len(lesson.output_ids) - lesson.num_given
         logits = self._model(ids, use_cache=False, logits_to_keep=count).logits[0].float()  # [drawn, vocab]
         given = tuple(lesson.output_ids[: lesson.num_given])
-        eos, drawn = self._loaded.eos_token_ids, lesson.output_ids[lesson.num_given : -1]
-        sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, given, eos, self.vocab_size)
+        drawn = lesson.output_ids[lesson.num_given : -1]
+        sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, given, self._eos_ids, self.vocab_size)
         return adjust_logits(logits, assemble([SamplingRows(sampler, drawn)], for_argmax=True)).clamp_min(LOWEST)
 
     def _divergence(self, number: int) -> Tensor:

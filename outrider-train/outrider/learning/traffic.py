@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
 
-from outrider.rpc.messages import Lesson
+from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, Lesson
 
 MAX_SEEN = 65_536  # texts that are known to have come
-LESSON_BYTES = 1024  # of what stands beside the tokens, about
-TOKEN_BYTES = 4
 MAX_WAITING = 256  # lessons that wait to judge
 LEAST_TOKENS = 8  # of an answer, that teaches
 
@@ -69,10 +67,10 @@ class Pool:
                 self._judges.append(lesson)
                 return
             self._latest.append(lesson)
-            self._latest_bytes += bytes_of(lesson)
+            self._latest_bytes += lesson.num_bytes
             while self._latest_bytes > self.plan.max_bytes // 2:
                 oldest = self._latest.popleft()
-                self._latest_bytes -= bytes_of(oldest)
+                self._latest_bytes -= oldest.num_bytes
                 self._keep(oldest)
 
     def batch(self, size: int) -> list[Lesson]:
@@ -102,7 +100,7 @@ class Pool:
     @property
     def num_bytes(self) -> int:
         """Memory that its lessons take, about."""
-        return self._latest_bytes + sum(map(bytes_of, [*self._kept, *self._judges]))
+        return self._latest_bytes + sum(lesson.num_bytes for lesson in (*self._kept, *self._judges))
 
     def _has_come(self, digest: bytes) -> bool:
         known = digest in self._seen
@@ -137,8 +135,3 @@ def digest_of(*texts: Sequence[int]) -> bytes:
     for text in texts:
         found.update(b"".join(token.to_bytes(4, "little") for token in text) + b"|")
     return found.digest()
-
-
-def bytes_of(lesson: Lesson) -> int:
-    """Memory that a lesson takes, about."""
-    return LESSON_BYTES + TOKEN_BYTES * (len(lesson.prompt_ids) + len(lesson.output_ids))

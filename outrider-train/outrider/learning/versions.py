@@ -7,22 +7,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from outrider.rpc.messages import LearningKey
 
 LIVE_NAME = "live.json"
 CARD_NAME = "card.json"
 KEPT = 5  # versions of a key
-
-
-class Key(NamedTuple):
-    """The sequences that teach one another: of one target and its adapter, and of one salt, by their digests."""
-
-    target_digest: str
-    group: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +47,14 @@ class Shelf:
         folder.mkdir(parents=True, exist_ok=True)
         self.live = self._read()
 
-    def place(self, key: Key) -> tuple[int, Path]:
+    def place(self, key: LearningKey) -> tuple[int, Path]:
         """The number and the folder of a key's next version."""
         of_key = self.folder / f"{key.target_digest[:16]}-{key.group[:16] or 'unsalted'}"
         numbers = [int(path.name) for path in of_key.glob("[0-9]*") if path.name.isdecimal()]
         number = max(numbers, default=0) + 1
         return number, of_key / f"{number:05}"
 
-    def put(self, key: Key, version: Version | None) -> None:
+    def put(self, key: LearningKey, version: Version | None) -> None:
         """Says which version is in use for a key; older ones than the last few are deleted."""
         if version is None:
             self.live.pop(key, None)
@@ -77,14 +69,14 @@ class Shelf:
         partial.write_text(json.dumps({"model_digest": self._model_digest, "live": rows}, indent=2) + "\n", "utf-8")
         os.replace(partial, self.folder / LIVE_NAME)
 
-    def _read(self) -> dict[Key, Version]:
+    def _read(self) -> dict[LearningKey, Version]:
         path = self.folder / LIVE_NAME
         if not path.exists():
             return {}
         try:
             said = json.loads(path.read_text("utf-8"))
             of, rows = said["model_digest"], said["live"]
-            found = {Key(row.pop("target_digest"), row.pop("group")): Version(**row) for row in rows}
+            found = {LearningKey(row.pop("target_digest"), row.pop("group")): Version(**row) for row in rows}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"folder: {path} cannot be read ({error}); allowed: what outrider learn wrote") from error
         if of != self._model_digest:
@@ -93,8 +85,3 @@ class Shelf:
                 "allowed: an empty folder, or this model's"
             )
         return found
-
-
-def new_version(number: int, digest: str, path: Path, counts: Mapping[str, int], gain: float, error: float) -> Version:
-    """One that was written now."""
-    return Version(number, digest, str(path), gain=gain, error=error, made_at=time.time(), **counts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
 from outrider.rpc.media import Media, check_media
@@ -362,6 +362,16 @@ class DraftVocabulary:
     sampled: str
 
 
+LESSON_BYTES, TOKEN_BYTES = 512, 4  # of a lesson in memory, about: what stands beside its tokens, and one of these
+
+
+class LearningKey(NamedTuple):
+    """Sequences that teach one another, and no others."""
+
+    target_digest: str  # of the model that draws them, and its adapter
+    group: str  # the digest of their salt; empty: none
+
+
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """One sequence's text, and the law by which a target drew it."""
@@ -376,6 +386,16 @@ class Lesson:
     completion: int = 0
     num_given: int = 0  # of output_ids, which were given when it was opened, and taught before
 
+    @property
+    def key(self) -> LearningKey:
+        """Whom it teaches."""
+        return LearningKey(self.target_digest, self.group)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return LESSON_BYTES + TOKEN_BYTES * (len(self.prompt_ids) + len(self.output_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class LearnedDraft:
@@ -384,6 +404,11 @@ class LearnedDraft:
     target_digest: str
     group: str
     digest: str  # of the weights and the draft's model together
+
+    @property
+    def key(self) -> LearningKey:
+        """For whom it drafts."""
+        return LearningKey(self.target_digest, self.group)
 
 
 @dataclass(frozen=True, slots=True)
