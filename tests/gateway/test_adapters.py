@@ -138,7 +138,7 @@ async def test_a_request_names_an_adapter() -> None:
         async with Client(served.grpc_address) as client:
             assert (await client.info()).adapters == (Adapter("sql", "a1", 8),)
     assert [(opened.adapter, opened.model_digest) for opened in target.opens] == [("sql", "a1")] * 2 + [("", "d1")]
-    assert [(opened.adapter, opened.model_digest) for opened in draft.opens] == [("sql", "")] * 2 + [("", "")]
+    assert [(opened.adapter, opened.model_digest) for opened in draft.opens] == [("sql", "a1")] * 2 + [("", "d1")]
 
 
 @pytest.mark.parametrize(("has", "listed"), [("a1", "'sql'"), ("", "none"), ("many", r"'n0', .*'n19', and 5 more")])
