@@ -3,6 +3,7 @@ is wrong with one harms no other."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ class Fleet:
     def __init__(self, stack: AsyncExitStack, folders: dict[str, Path], targets: dict[str, TargetService]) -> None:
         self._stack, self.folders, self.targets = stack, folders, targets
         self.draft = ""
+        self.drafting: Any = None
 
     async def gateway(self, **given: Any) -> GatewayParts:
         """One that is connected and serves."""
@@ -85,7 +87,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         await draft.server.start()
         stack.push_async_callback(draft.stop)
         made = Fleet(stack, folders, targets)
-        made.draft = draft.server.address
+        made.draft, made.drafting = draft.server.address, draft
         yield made
 
 
@@ -150,6 +152,24 @@ async def test_models_are_listed_and_described_by_name(fleet: Fleet) -> None:
             refused = await client.post(path, json={"model": "absent", "prompt": "x", "tokens": [1]})
             assert refused.status_code == 404
         assert (await client.post("/tokenize", json={"model": "other", "prompt": "x"})).json()["count"] > 0
+
+
+async def test_a_draft_shares_its_room_among_models(fleet: Fleet) -> None:
+    """One that floods it gives way to another that comes, and its requests go on, with the tokens that they have
+    alone."""
+    parts = await fleet.gateway(**fleet.two())
+    alone, _ = await tokens_of(parts.server, "one", sampling={"temperature": 0, "max_tokens": 150})
+    engine = fleet.drafting.engine
+    engine._work._max_sequences = engine._shares._max_sequences = 2
+    flood = [
+        asyncio.ensure_future(tokens_of(parts.server, "one", sampling={"temperature": 0, "max_tokens": 150}))
+        for _ in range(4)
+    ]
+    await until(lambda: engine.sequences_by_model.get("one") == 2)
+    _, stats = await tokens_of(parts.server, "other")
+    assert stats.num_draft_tokens > 0 and engine.num_displaced
+    assert {tuple(tokens) for tokens, _ in await asyncio.gather(*flood)} == {tuple(alone)}
+    await until(lambda: not engine.sequences_by_model)
 
 
 async def test_without_a_default_a_model_has_to_be_named(fleet: Fleet) -> None:

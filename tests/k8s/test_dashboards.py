@@ -4,6 +4,7 @@ services, and evaluates k8s/rules, has data for every panel, every recording rul
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.environment import START_S
-from support.metrics import sample_names
+from support.metrics import model_series, sample_names
 from support.prometheus import DASHBOARDS, Prometheus, names_in, panels, program, rules, scraping, without_comparison
 from support.services import COMMON, wait_for_draft
 
@@ -46,7 +47,7 @@ def test_a_dashboard_is_one(path: Path) -> None:
         assert panel["description"] and panel["targets"], panel["title"]
         assert panel["datasource"]["uid"] == "${datasource}" and panel["fieldConfig"]["defaults"]["unit"]
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "namespace"}
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "namespace", "served_model"}
     kustomization = yaml.safe_load((DASHBOARDS / "kustomization.yaml").read_text(encoding="utf-8"))
     assert path.name in kustomization["configMapGenerator"][0]["files"]
 
@@ -55,6 +56,21 @@ def test_every_series_that_they_name_exists() -> None:
     named = {name for expression in panels().values() for name in names_in(expression)}
     assert len(named) > 40
     assert named - sample_names() - RECORDED - OF_THE_CLIENT == set()
+
+
+def test_what_a_gateway_says_of_a_model_is_asked_for_by_model() -> None:
+    """In every panel, and in every rule that looks at a gateway; a recording of it keeps the label."""
+    of_models = model_series() | {
+        rule["record"] for rule in rules() if "record" in rule and "served_model" in rule["expr"]
+    }
+    for place, expression in panels().items():
+        for name, labels in re.findall(r"([\w:]+)\{([^}]*)\}", expression):
+            assert (name in of_models) == ("served_model" in labels), f"{place}: {name}"
+    by_address = {"OutriderKernelsFallback", "OutriderReplicaDisagrees"}
+    for rule in rules():
+        if names_in(rule["expr"]) & of_models and rule.get("alert") not in by_address:
+            by = re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"])
+            assert all("served_model" in labels for labels in by), rule["expr"]
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,15 @@ LOOKED_UP, FOUND = "outrider_target_prefix_cache_queries_total", "outrider_targe
 HOURS = 6 * 60
 
 
-def rounds(mode: str) -> Series:
-    return {f'outrider_rounds_total{{mode="{mode}"}}': "0+50x60"}
+def rounds(mode: str, model: str = "") -> Series:
+    return {f'outrider_rounds_total{{mode="{mode}"{model}}}': "0+50x60"}
+
+
+def drafted(accepted: int, mode: str, model: str = "") -> Series:
+    """Of four hundred tokens a minute."""
+    named = f', served_model="{model}"' if model else ""
+    counts = {DRAFTED: "0+400x60", ACCEPTED: f"0+{accepted}x60"}
+    return {f"{name}{{{named[2:]}}}": count for name, count in counts.items()} | rounds(mode, named)
 
 
 def replica(address: str, digest: str = "d1", kernels: str = "c-avx2", role: str = "target") -> Series:
@@ -46,7 +53,11 @@ def first_tokens(accepted: int, at_trial: float) -> Series:
 
 # By alert: series with which it fires, at the minute given, with the labels given; and series with which it does not.
 FIRES: dict[str, tuple[Series, int, dict[str, str]]] = {
-    "OutriderDraftDead": ({DRAFTED: "0+400x60", ACCEPTED: "0+8x60", **rounds("chains")}, 30, {}),
+    "OutriderDraftDead": (
+        drafted(8, "chains", "small") | drafted(300, "chains", "large"),
+        30,
+        {"served_model": "small"},
+    ),
     "OutriderAcceptanceFell": (first_tokens(20, 0.5), 60, {"position": "0"}),
     "OutriderDraftRefused": (
         {'outrider_draft_trial_refused{method="eagle3"}': "0x5 1x60"},
@@ -74,8 +85,8 @@ FIRES: dict[str, tuple[Series, int, dict[str, str]]] = {
 }
 QUIET: dict[str, list[Series]] = {
     "OutriderDraftDead": [
-        {DRAFTED: "0+400x60", ACCEPTED: "0+80x60", **rounds("chains")},
-        {DRAFTED: "0+400x60", ACCEPTED: "0+8x60", **rounds("off")},
+        drafted(80, "chains"),
+        drafted(8, "off"),
         {DRAFTED: "0x60", ACCEPTED: "0x60", **rounds("off")},
     ],
     "OutriderAcceptanceFell": [first_tokens(40, 0.5), first_tokens(20, 0.3)],
@@ -87,6 +98,10 @@ QUIET: dict[str, list[Series]] = {
         {"outrider_num_requests_waiting": "0+0.1x60"},
     ],
     "OutriderReplicaOfAnotherDigest": [
+        {  # two models behind one gateway
+            'outrider_replica_info{served_model="a", role="target", address="a", digest="d1"}': "1x60",
+            'outrider_replica_info{served_model="b", role="target", address="b", digest="d2"}': "1x60",
+        },
         {**replica("a"), **replica("b"), **replica("c", digest="d2", role="draft")},
     ],
     "OutriderReplicaDown": [

@@ -14,6 +14,7 @@ from support.gateways import toy_tokenizer
 
 from outrider.draft_service.metrics import DraftMetrics
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.request_metrics import measure
 from outrider.learning.metrics import LearnerMetrics
 from outrider.rpc.messages import LearningKey, ModelInfo
@@ -64,16 +65,30 @@ def declared() -> dict[str, str]:
     pupil = SimpleNamespace(key=LearningKey("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0)
     learner: Any = SimpleNamespace(pupils=lambda: [pupil], num_lost=0, num_promoted=0, num_taken_back=0)
     for metrics in (gateway, target, draft, LearnerMetrics(learner)):
-        for family in text_string_to_metric_families(metrics.render("")[0].decode()):
-            if family.name.startswith(("outrider_", "gen_ai_")):
-                found[f"{family.name}_total" if family.type == "counter" else family.name] = family.type
+        found |= _declared_by(metrics)
     return found
 
 
 def sample_names() -> set[str]:
     """What an expression may name: of a histogram its buckets, sum and count."""
+    return _samples_of(declared())
+
+
+def model_series() -> set[str]:
+    """What an expression may name of what a gateway says of each of several models."""
+    engine = GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft())
+    return _samples_of(_declared_by(measure(engine, GatewayMetrics(alone=False))))
+
+
+def _declared_by(metrics: Metrics) -> dict[str, str]:
+    families = text_string_to_metric_families(metrics.render("")[0].decode())
+    ours = [family for family in families if family.name.startswith(("outrider_", "gen_ai_"))]
+    return {f"{family.name}_total" if family.type == "counter" else family.name: family.type for family in ours}
+
+
+def _samples_of(kinds: dict[str, str]) -> set[str]:
     return {
         name + suffix
-        for name, kind in declared().items()
+        for name, kind in kinds.items()
         for suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",))
     }

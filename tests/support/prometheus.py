@@ -43,7 +43,9 @@ def panels() -> dict[str, str]:
     for path in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
             for target in panel.get("targets", ()):
-                expression = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
+                expression = re.sub(
+                    r"\$(namespace|served_model)\b", ".*", target["expr"].replace("$__rate_interval", "1m")
+                )
                 found[f"{path.stem}: {panel['title']}, {target['legendFormat']}"] = expression
     return found
 

@@ -74,6 +74,7 @@ async def start(settings: DraftSettings) -> DraftService:
         observer=metrics,
         default_methods=info.default_methods,
         learn_from=frozenset(settings.learn_from),
+        weights=settings.weights,
     )
     thread: DeviceWorker[DraftEngineCommand] = DeviceWorker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act

@@ -7,12 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
 from outrider.draft_service.lessons import Lessons
 from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
+from outrider.draft_service.shares import Shares
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
@@ -59,10 +61,11 @@ class DraftEngine:
         observer: DraftObserver | None = None,
         default_methods: Sequence[str] = (),
         learn_from: Collection[str] = (),
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`default_methods` draft in turn for a sequence that names none; else the first method alone. With a model at
         most `max_open_tokens` are open, of prompts and max_tokens; 0: any number. `learn_from` are the salts whose
-        sequences leave lessons."""
+        sequences leave lessons. Models that share the room do so by their `weights`."""
         self._methods, self._default_methods = methods, tuple(default_methods)
         self._rates = MethodRates()
         self.lessons, self._learn_from = Lessons(), learn_from
@@ -75,6 +78,7 @@ class DraftEngine:
             if isinstance(method, ModelMethod):
                 self._draft_with(method)
         self._work = OpenWork(max_sequences, max_open_tokens)
+        self._shares, self.num_displaced = Shares(max_sequences, max_open_tokens, weights), 0
         self._tracer, self._observer = tracer, observer or DraftObserver()
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
@@ -95,6 +99,11 @@ class DraftEngine:
         return self._model
 
     @property
+    def sequences_by_model(self) -> dict[str, float]:
+        """How many are open, by what their gateways call the model that they serve."""
+        return self._shares.counts
+
+    @property
     def sequences(self) -> dict[SequenceKey, DraftSequence]:
         """The open sequences."""
         return self._sequences
@@ -106,7 +115,7 @@ class DraftEngine:
                 self._release(key)
             return
         for message in command.messages:
-            self._apply((command.stream, message.sequence_id), message, command.sink)
+            self._apply((command.stream, message.sequence_id), message, command.sink, command.model)
         self._observer.on_command(command, self._sequences)
 
     def step(self, now: float) -> float | None:
@@ -206,11 +215,11 @@ class DraftEngine:
         self._model, self.scheduler.cache = model, model.cache
         self._branch_planner = BranchPlanner(model.cache, model.proposer.runner.copy_blocks)
 
-    def _apply(self, key: SequenceKey, message: DraftCommand, sink: Sink) -> None:
+    def _apply(self, key: SequenceKey, message: DraftCommand, sink: Sink, model: str) -> None:
         failure: OutriderError | None = None
         try:
             if isinstance(message, Open):
-                self._open(key, message, sink)
+                self._open(key, message, sink, model)
             elif isinstance(message, Close):
                 self._release(key)
                 sink(Closed(message.sequence_id))
@@ -225,16 +234,28 @@ class DraftEngine:
             self._release(key)
             sink(to_failure(message.sequence_id, failure))
 
-    def _open(self, key: SequenceKey, request: Open, sink: Sink) -> None:
+    def _open(self, key: SequenceKey, request: Open, sink: Sink, model: str) -> None:
         now, num_tokens = time.monotonic(), len(request.prompt_ids) + request.sampling.max_tokens
-        self._work.check(num_tokens, now)
+        leaving = self._shares.giving_way(self._work, model, num_tokens)
+        if not leaving:
+            self._work.check(num_tokens, now)
         parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
         self._arrivals += 1
         names = request.named_methods or self._default_methods
-        self._sequences[key] = build_sequence(
+        draft = build_sequence(
             key, request, sink, self._methods, names, self._rates, parent, self._arrivals, now, self._learn_from
         )
+        for other in leaving:
+            self._displace(other, now)
+        self._sequences[key] = draft
         self._work.add(key, num_tokens, now)
+        self._shares.add(key, model, num_tokens)
+
+    def _displace(self, key: SequenceKey, now: float) -> None:
+        """Another model has less than its share: this one's request goes on without a draft, and comes back later."""
+        problem = "the draft is full, and another model has less than its share of it"
+        self._fail(self._sequences[key], self._work.refusal(problem, 1, 0, now))
+        self.num_displaced += 1
 
     def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
         if isinstance(message, Credit):
@@ -364,6 +385,7 @@ class DraftEngine:
         if draft is not None:
             draft.released = True
             self._work.remove(key, time.monotonic())
+            self._shares.remove(key)
             self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
             if draft.committed > draft.prompt_len:

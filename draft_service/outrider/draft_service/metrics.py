@@ -77,6 +77,13 @@ class DraftMetrics(Metrics, DraftObserver):
             "Blocks in use over all, 0 to 1",
             lambda: used() / max(1, engine.cache.pool.num_blocks),
         )
+        self.read_gauges(
+            "model_sequences",
+            "Open sequences, by the model of theirs",
+            "served_model",
+            lambda: engine.sequences_by_model,
+        )
+        self.read_counter("displaced", "Sequences that gave way to another model's", lambda: engine.num_displaced)
         self.read_gauges("store_entries", "What is held, by kind", "store", stores)
         self.read_gauges("learned", "What methods keep of finished sequences, by what is counted", "kind", engine.held)
         self.read_counter("passes", "Forward passes", lambda: self._num_passes)

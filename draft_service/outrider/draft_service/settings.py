@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from outrider.draft_service.lessons import SALTED, UNSALTED
+from outrider.draft_service.shares import weights_of
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
@@ -34,6 +35,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         "listen": "serving",
         "method": "drafting",
         "target_tokenizer": "targets of another vocabulary",
+        "share": "several models",
         "draft_adapter": "adapters",
         "allow_reload": "other weights while it serves",
         "learn_from": "learning from what it serves",
@@ -60,6 +62,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         "drafts for that target, too",
     )
     vocabulary_level: VocabularyLevel = "auto"
+    share: list[str] = Field(
+        default_factory=list,
+        description="NAME=WEIGHT: what a model may count on of a draft that others have, too, by the name that its "
+        "gateway gives it; one that is not named has 1. What a model does not use, others may, and give it back",
+    )
     draft_adapter: list[str] = Field(
         default_factory=list,
         description="NAME=DIR: a low-rank adapter of the draft's model in PEFT's layout, by which it drafts for the "
@@ -92,6 +99,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         return named_folders(self.draft_adapter, "draft_adapter (--draft-adapter)")
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The weight of a model's share, by name. ValueError for what is no NAME=WEIGHT."""
+        return weights_of(self.share)
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """The methods that draft by default, in turn."""
         return split_methods(self.method)
@@ -101,7 +113,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         names = check_methods(self.method, self.allow_code)
         if self.model is None and needs_model(names):
             raise ValueError("give --model DIR, or --method ngram, which needs no model")
-        adapters = self.adapters
+        adapters, _ = self.adapters, self.weights
         if self.model is None and adapters:
             raise ValueError("draft_adapter (--draft-adapter) is for a draft with a model; give --model DIR, too")
         if self.allow_reload and self.model is None:

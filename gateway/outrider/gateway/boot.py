@@ -195,7 +195,7 @@ def _new_drafts(
 
     tls = ClientTls.of(settings, settings.draft_tls_name)
     kind = UntrustedDrafts if settings.untrusted_draft else MovingDrafts
-    drafts = kind(settings.draft, check, _streams(metrics, "draft"), offer=offer, tls=tls)
+    drafts = kind(settings.draft, check, _streams(metrics, "draft"), offer=offer, tls=tls, model=settings.model_name)
     targets.on_model = drafts.recheck
     return drafts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise, repeat
 from math import inf, prod
@@ -117,16 +117,31 @@ class OpenWork:
     def check(self, num_tokens: int, now: float, was_promised: bool = False) -> None:
         """Raises ResourceExhausted, which says when to come back, where one more of so many tokens is not let in. One
         alone is; one that was promised its room elsewhere is let in beyond the bound of tokens."""
-        count, total = len(self._tokens), sum(self._tokens.values()) + num_tokens
-        missing = max(0, total - self._max_tokens) if self._max_tokens else 0
-        if count >= self._max_sequences:
-            problem = f"{count} sequences are open already"
-        elif missing and count and not was_promised:
+        is_full, missing = self._missing(num_tokens)
+        if is_full:
+            problem = f"{len(self._tokens)} sequences are open already"
+        elif missing and not was_promised:
+            total = self._max_tokens + missing
             problem = f"with it {total} tokens would be open, of prompts and max_tokens; allowed: {self._max_tokens}"
         else:
             return
-        wait_ms = self._departures.wait_ms(int(count >= self._max_sequences), missing, now)
-        raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=wait_ms)
+        raise self.refusal(problem, int(is_full), missing, now)
+
+    def has_room(self, num_tokens: int, leaving: Collection[Hashable] = ()) -> bool:
+        """Whether one more of so many tokens is let in once these have left."""
+        return self._missing(num_tokens, leaving) == (False, 0)
+
+    def refusal(self, problem: str, num_sequences: int, num_tokens: int, now: float) -> ResourceExhausted:
+        """What one is told that is to come back once so much has left."""
+        wait_ms = self._departures.wait_ms(num_sequences, num_tokens, now)
+        return ResourceExhausted(problem, reason="BUSY", retry_after_ms=wait_ms)
+
+    def _missing(self, num_tokens: int, leaving: Collection[Hashable] = ()) -> tuple[bool, int]:
+        """Whether there are as many sequences as may be, and how many tokens too many one more would be."""
+        count = len(self._tokens) - len(leaving)
+        total = sum(self._tokens.values()) - sum(self._tokens[key] for key in leaving) + num_tokens
+        beyond = max(0, total - self._max_tokens) if self._max_tokens and count else 0
+        return count >= self._max_sequences, beyond
 
     def add(self, key: Hashable, num_tokens: int, now: float) -> None:
         """One is open."""

@@ -17,8 +17,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from outrider.rpc.codec import StreamKind
 from outrider.rpc.errors import InvalidArgument, Unavailable
-from outrider.rpc.messages import Close, to_failure
+from outrider.rpc.messages import MAX_NAME_CHARS, Close, to_failure
 from outrider.rpc.stream import FrameStream, MessageBatch, Outboxes, server_stream
+
+MODEL_KEY = "outrider-model-bin"  # in a stream's metadata: the name of the model that a gateway serves by it
 
 Message = TypeVar("Message")
 Event = TypeVar("Event")
@@ -32,6 +34,7 @@ class Deliver(Generic[Message, Event]):
     messages: Sequence[Message]
     sink: Callable[[Event], None]  # called on the engine's thread; the engine says when all of a step is there
     received: float | None = None  # on the engine's clock: a command waits while a step runs
+    model: str = ""  # what the stream's gateway calls what it serves, where that has a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,12 @@ class Detach:
     """A stream ended: everything that it opened is released."""
 
     stream: int
+
+
+def model_of(context: Any) -> str:
+    """The name of the model that a call is for; empty where it says none."""
+    found = dict(context.invocation_metadata() or ()).get(MODEL_KEY, b"")
+    return bytes(found).decode(errors="replace")[:MAX_NAME_CHARS]
 
 
 class EngineThread(Protocol):
@@ -82,12 +91,12 @@ class EngineServicer(ABC):
         """Serves one stream until it ends; then everything that it opened is released."""
         if not self._thread.is_alive:
             raise self._device_dead()
-        number = next(self._numbers)
+        number, model = next(self._numbers), model_of(context)
 
         def on_messages(batch: MessageBatch) -> None:
             messages = [self._checked(stream, message) for message in batch]
             try:
-                self._thread.submit(Deliver(number, messages, sink, time.monotonic()))
+                self._thread.submit(Deliver(number, messages, sink, time.monotonic(), model))
             except RuntimeError as error:
                 raise self._device_dead() from error
 

@@ -53,6 +53,7 @@ from outrider.rpc.messages import (
     TargetInfo,
 )
 from outrider.rpc.security import ClientTls
+from outrider.rpc.servicer import MODEL_KEY
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.words.sampling_params import FRESH_SEED
@@ -133,6 +134,11 @@ async def _answer(call: Awaitable[Any]) -> Any:
         return await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+def _propose(model: str, channel: grpc.aio.Channel) -> Any:
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    return stub.Propose(metadata=((MODEL_KEY, model.encode()),))
 
 
 TARGET_SERVICE = ReplicaService(
@@ -274,12 +280,12 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         lookup: Lookup = look_up,
         offer: Offer | None = None,
         tls: ClientTls | None = None,
+        model: str = "",
     ) -> None:
-        service = DRAFT_SERVICE
+        """They draft for the `model` of that name, among others perhaps."""
+        service = replace(DRAFT_SERVICE, start_call=partial(_propose, model)) if model else DRAFT_SERVICE
         if offer is not None:
-            service = replace(
-                DRAFT_SERVICE, get_info=partial(introduced, _draft_info, offer), info_s=HANDSHAKE_S + PUT_S
-            )
+            service = replace(service, get_info=partial(introduced, _draft_info, offer), info_s=HANDSHAKE_S + PUT_S)
         super().__init__(addresses, service, check, stream_config, lookup, tls)
 
     @property
