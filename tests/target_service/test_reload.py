@@ -99,11 +99,10 @@ async def test_what_was_begun_ends_with_the_weights_of_before(running: tuple[Dep
     assert back.after.digest == digest and await decoded(deployment) == old[:24]
 
 
-async def test_what_is_not_waited_for_fails(running: tuple[Deployment, Path, Path]) -> None:
-    """No other target has the weights that it began with: the request says so, and others go on."""
-    deployment, _, second = running
+async def almost_changed(deployment: Deployment, folder: Path, **how: Any) -> tuple[threading.Event, asyncio.Task[Any]]:
+    """A change that waits for nothing, up to the point where it would begin: once the event is set."""
     reloads, built, may_go_on = deployment.target.servicer._reloads, threading.Event(), threading.Event()  # type: ignore[attr-defined]
-    read, engine = reloads.read, deployment.target.engine
+    read = reloads.read
 
     def held_back(folder: Path, present: TargetInfo) -> Successor:
         successor: Successor = read(folder, present)
@@ -117,10 +116,46 @@ async def test_what_is_not_waited_for_fails(running: tuple[Deployment, Path, Pat
         return replace(successor, build=build)
 
     reloads.read = held_back
-    change = asyncio.create_task(reload_weights(deployment.to_target, str(second), 0))
+    change = asyncio.create_task(reload_weights(deployment.to_target, str(folder), 0, **how))
     await asyncio.to_thread(built.wait, 60)
+    return may_go_on, change
+
+
+def lengths(deployment: Deployment) -> list[int]:
+    return [len(one.sequence) for one in deployment.target.engine.scheduler.sequences.values()]
+
+
+async def test_what_is_to_restart_begins_anew(running: tuple[Deployment, Path, Path]) -> None:
+    """An answer that comes whole, of which nothing is kept: tokens, log probabilities, counts and digest are of the new
+    weights. One of which somebody has seen something fails."""
+    deployment, first, second = running
+    digest = deployment.gateway.engine.verifier.info.model.digest
+    may_go_on, change = await almost_changed(deployment, second, restart=True)
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": LONG, "logprobs": 1}
+    whole = asyncio.create_task(deployment.http.post("/v1/completions", json=body | {"return_token_ids": True}))
+    stream = asyncio.create_task(decoded(deployment, LONG))
+    await until(lambda: len(lengths(deployment)) == 2 and min(lengths(deployment)) > 20)
+    may_go_on.set()
+    assert (await change).num_sequences == 2
+    with pytest.raises(grpc.aio.AioRpcError, match="the target's weights are others now"):
+        await asyncio.wait_for(stream, 60)
+    answer = (await asyncio.wait_for(whole, 60)).json()
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == await asyncio.to_thread(plainly, second, LONG)
+    assert choice["token_ids"] != await asyncio.to_thread(plainly, first, LONG)
+    assert len(choice["logprobs"]["token_logprobs"]) == LONG == answer["usage"]["completion_tokens"]
+    fresh = (await deployment.http.post("/v1/completions", json=body)).json()
+    assert answer["system_fingerprint"] == fresh["system_fingerprint"]
+    assert fresh["choices"][0]["logprobs"]["token_logprobs"] == choice["logprobs"]["token_logprobs"]
+    assert deployment.gateway.engine.verifier.info.model.digest != digest
+
+
+async def test_what_is_not_waited_for_fails(running: tuple[Deployment, Path, Path]) -> None:
+    """No other target has the weights that it began with: the request says so, and others go on."""
+    deployment, _, second = running
+    may_go_on, change = await almost_changed(deployment, second)
     long = asyncio.create_task(decoded(deployment, LONG))
-    await until(lambda: any(len(one.sequence) > 20 for one in engine.scheduler.sequences.values()))
+    await until(lambda: any(length > 20 for length in lengths(deployment)))
     may_go_on.set()
     assert (await change).num_sequences == 1
     assert await decoded(deployment) == (await asyncio.to_thread(plainly, second, 24))

@@ -49,6 +49,11 @@ class ReloadSettings(ProbeSettings):
         le=MOST_S,
         description="of a target: seconds that open sequences may go on, then they fail; 0: at once",
     )
+    restart: bool = Field(
+        False,
+        description="of a target: what is still open then begins anew with the new weights where nobody has seen "
+        "anything of its answer, and fails where somebody has",
+    )
     gateway: str = Field(
         GATEWAY,
         description="address of a gateway before the draft, where no target is given; of several drafts it asks one",
@@ -85,7 +90,7 @@ async def _reload(settings: ReloadSettings) -> None:
 async def _reload_target(settings: ReloadSettings) -> None:
     access = settings.given(settings.probe_timeout).access
     async with open_channel(settings.target, access.target) as channel:
-        done = await reload_weights(channel, settings.model, settings.drain_s, settings.timeout)
+        done = await reload_weights(channel, settings.model, settings.drain_s, settings.timeout, settings.restart)
     print(f"before  {_model(done.before)}")
     ended = f"{done.num_sequences} open sequence{'' if done.num_sequences == 1 else 's'} ended before their end"
     print(f"loaded in {done.load_ms / 1000:.1f} s; new requests waited for {done.pause_ms} ms; {ended}")

@@ -34,7 +34,7 @@ from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
 from outrider.planner.forecast import Forecast, SharedStats, VerifyCosts
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
-from outrider.rpc.errors import OTHER_MODEL, DeadlineExceeded, InvalidArgument, Unavailable
+from outrider.rpc.errors import OTHER_MODEL, WEIGHTS_RESTART, DeadlineExceeded, InvalidArgument, Unavailable
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.media import MEDIA, MEDIA_TYPES
 from outrider.rpc.messages import MAX_PATIENCE_MS, DraftTokens, DraftTrial, TargetInfo, to_failure
@@ -331,13 +331,19 @@ class GenerationEngine:
                 prepared = await self._of_served_model(prepared)
                 watch.began(prepared)
                 recorded = root is not None and root.recording
-                async with aclosing(self._decoded(prepared, watch, deadline, recorded)) as deltas:
+                held: list[GenerationDelta] = []
+                async with aclosing(self._decoded(prepared, watch, deadline, recorded, held)) as deltas:
                     async for delta in deltas:
                         watch.add(delta)
                         if delta.finish_reason is not None:
                             left -= of_completion
                             self.admission.leave(of_completion)
-                        yield delta
+                        if request.whole:
+                            held.append(delta)
+                        else:
+                            yield delta
+                for delta in held:
+                    yield delta
                 self._service_times.add(watch.record, self.num_running + request.n)
             except InvalidArgument as error:
                 raise error if prepared.tools is None else prepared.tools.named(error) from error
@@ -422,10 +428,16 @@ class GenerationEngine:
         return await prepare(request, served)
 
     async def _decoded(
-        self, prepared: Prepared, watch: Watch, deadline: float | None, recorded: bool
+        self,
+        prepared: Prepared,
+        watch: Watch,
+        deadline: float | None,
+        recorded: bool,
+        held: list[GenerationDelta],
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of a request. Where its targets changed their weights as it was opened, and before this gateway
-        heard of it, it begins anew with theirs: nothing was decoded of it."""
+        heard of it, or where they ended it to be restarted, it begins anew with theirs: nothing was decoded of it, or
+        all is still `held`, and is dropped."""
         while True:
             texts = await self._texts_of(prepared)
             run, has_begun = self._new_run(prepared, watch, _ms_until(deadline), recorded), False
@@ -436,11 +448,15 @@ class GenerationEngine:
                         yield delta
                 return
             except Unavailable as error:
-                if has_begun or prepared.request.model_digest:
+                restarts = error.reason == WEIGHTS_RESTART and watch.may_restart
+                if (has_begun and not restarts) or prepared.request.model_digest:
                     raise
-                wait_s = HEARS_S if error.reason == OTHER_MODEL else 0.0
+                wait_s = HEARS_S if error.reason in (OTHER_MODEL, WEIGHTS_RESTART) else 0.0
                 if not await self._hears_of_another(prepared, wait_s, deadline):
                     raise
+            if has_begun:
+                held.clear()
+                watch.restart()
             prepared = await self._of_served_model(prepared)
 
     async def _hears_of_another(self, prepared: Prepared, wait_s: float, deadline: float | None) -> bool:

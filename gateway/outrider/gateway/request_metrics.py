@@ -141,6 +141,10 @@ class RequestMetrics(RequestObserver):
         if delta.finish_reason is not None:
             self._finish(record.times_of(delta.index), delta, delta.finish_reason)
 
+    def restarted(self, record: RequestRecord) -> None:
+        """What was drafted is for places that come again."""
+        self._arrivals.clear()
+
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Counts how it ended. An error that came before all else is a refusal, and no latency."""
         metrics = self._metrics

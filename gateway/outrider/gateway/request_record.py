@@ -55,6 +55,12 @@ class RequestRecord:
         if delta.speculation is not None:
             add_stats(self.tally, delta.speculation)
 
+    def restart(self) -> None:
+        """All that came is dropped, before anybody saw it and before any completion ended."""
+        self.first_token = self.last_token = 0.0
+        self.num_tokens = self.num_reasoning = 0
+        self.completions.clear()
+
     def _add_tokens(self, delta: GenerationDelta, num_tokens: int) -> None:
         times, closed = self.times_of(delta.index), delta.round
         if closed is None:
@@ -100,6 +106,9 @@ class RequestObserver:
     def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
         """A completion has got a delta, which is in the record already."""
 
+    def restarted(self, record: RequestRecord) -> None:
+        """It begins anew: nobody saw what came of it."""
+
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """It is over: well, by an error, or since its caller went away. One that never began was refused."""
 
@@ -135,3 +144,15 @@ class Watch:
         self.record.add(delta)
         for observer in self._observers:
             observer.add(self.record, delta)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether nobody has seen anything of the answer, and none of its completions has ended."""
+        request, has_ended = self.record.request, bool(self.record.finish_reasons)
+        return request.whole and not request.output_ids and not has_ended
+
+    def restart(self) -> None:
+        """The request begins anew."""
+        self.record.restart()
+        for observer in self._observers:
+            observer.restarted(self.record)

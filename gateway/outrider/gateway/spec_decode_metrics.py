@@ -71,7 +71,7 @@ class AnswerRecorder(RequestObserver):
     def __init__(self, wanted: str = "none", shows_times: bool = False) -> None:
         self._wanted, self._detailed, self._shows_times = wanted, wanted == "detailed", shows_times
         self._records: list[RequestRecord] = []
-        self._steps: list[tuple[int, int]] = []  # drafted and accepted of each step, in the order of commits
+        self._steps: list[tuple[RequestRecord, int, int]] = []  # drafted and accepted of each, as commits came
 
     def began(self, record: RequestRecord) -> None:
         """One of the answer's requests may run."""
@@ -80,7 +80,11 @@ class AnswerRecorder(RequestObserver):
     def add(self, record: RequestRecord, delta: GenerationDelta) -> None:
         """Notes a step, where each is told of."""
         if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
-            self._steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
+            self._steps.append((record, delta.round.commit.num_drafted, delta.round.commit.num_accepted))
+
+    def restarted(self, record: RequestRecord) -> None:
+        """Its steps are no part of the answer."""
+        self._steps = [step for step in self._steps if step[0] is not record]
 
     def shape(self, num_draft_tokens: int) -> dict[str, Any]:
         """The answer's `metrics`, if it has any."""
@@ -95,8 +99,8 @@ class AnswerRecorder(RequestObserver):
             add_stats(total, record.tally)
         metrics = summary_of(total, max(num_draft_tokens, len(total.num_accepted_per_position)))
         if self._detailed:
-            metrics.per_step_drafted = [drafted for drafted, _ in self._steps]
-            metrics.per_step_accepted = [accepted for _, accepted in self._steps]
+            metrics.per_step_drafted = [drafted for _, drafted, _ in self._steps]
+            metrics.per_step_accepted = [accepted for _, _, accepted in self._steps]
         return {"speculative_decoding": {name: value for name, value in asdict(metrics).items() if value is not None}}
 
 

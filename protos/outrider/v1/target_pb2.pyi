@@ -107,12 +107,14 @@ class ExpertCosts(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., num_chosen: _Optional[int] = ..., expert_us: _Optional[float] = ..., along: _Optional[float] = ...) -> None: ...
 
 class ReloadWeightsRequest(_message.Message):
-    __slots__ = ("model", "drain_s")
+    __slots__ = ("model", "drain_s", "restart")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
     model: str
     drain_s: int
-    def __init__(self, model: _Optional[str] = ..., drain_s: _Optional[int] = ...) -> None: ...
+    restart: bool
+    def __init__(self, model: _Optional[str] = ..., drain_s: _Optional[int] = ..., restart: bool = ...) -> None: ...
 
 class ReloadWeightsResponse(_message.Message):
     __slots__ = ("before", "after", "load_ms", "pause_ms", "num_sequences")

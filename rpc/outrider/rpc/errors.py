@@ -38,6 +38,7 @@ from outrider.rpc.words.checks import shown as shown
 
 DOMAIN = "outrider"
 OTHER_MODEL = "OTHER_MODEL"  # a reason: what was begun with other weights is not continued here
+WEIGHTS_RESTART = "WEIGHTS_RESTART"  # a reason: what other weights began is to begin anew with the present ones
 TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"  # a reason: the prompt, alone or with max_tokens, is more than the context
 MAX_VIOLATIONS = 16
 

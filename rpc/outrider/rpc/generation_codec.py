@@ -42,6 +42,7 @@ NOT_SENT = (
     "add_special_tokens",
     "truncation_side",
     "among_long",
+    "whole",
     "caller",
     "peer",
     "timeout_s",

@@ -16,7 +16,15 @@ from typing import Any
 from outrider.engine.loader import LoadedModel, loaded_bytes
 from outrider.engine.memory import free_bytes
 from outrider.engine.worker import DeviceWorker
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violation, one_line
+from outrider.rpc.errors import (
+    WEIGHTS_RESTART,
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    Unavailable,
+    Violation,
+    one_line,
+)
 from outrider.rpc.messages import Reloaded, TargetInfo
 from outrider.rpc.reloads import OneReload
 from outrider.rpc.vocabulary import read_vocabulary
@@ -83,12 +91,13 @@ class WeightReloads:
     on_engine: Callable[[TargetEngine, Successor], None] = lambda engine, successor: None  # is told which one serves
     _one: OneReload = field(default_factory=OneReload)
 
-    async def reload(self, model: str, drain_s: float) -> Reloaded:
+    async def reload(self, model: str, drain_s: float, restart: bool = False) -> Reloaded:
         """Puts weights (empty: those of the present folder, read again) in the place of the present ones; it goes on
-        where its caller leaves. Raises InvalidArgument and FailedPrecondition."""
-        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder, drain_s))
+        where its caller leaves. What is open after `drain_s` ends, and is to `restart` or not. Raises InvalidArgument
+        and FailedPrecondition."""
+        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder, drain_s, restart))
 
-    async def _reload(self, folder: Path, drain_s: float) -> Reloaded:
+    async def _reload(self, folder: Path, drain_s: float, restart: bool) -> Reloaded:
         before, began = self.said(), time.monotonic()
         is_on_cpu = self.loaded.model.device.type == "cpu"
         try:
@@ -104,7 +113,7 @@ class WeightReloads:
         digests = {successor.info.model.digest, *(adapter.digest for adapter in successor.info.adapters)}
         await self._on_thread(partial(self._begin, digests))
         self._tell(successor.info)
-        num_ended = await self._drained(drain_s)
+        num_ended = await self._drained(drain_s, WEIGHTS_RESTART if restart else "WEIGHTS_CHANGED")
         try:
             built = await self._on_thread(partial(self._succeed, successor, engine))
         except Exception as error:  # of memory, for one
@@ -130,20 +139,21 @@ class WeightReloads:
         require_same_shape(folder, successor.loaded, shape_of(self.loaded))
         return successor
 
-    async def _drained(self, drain_s: float) -> int:
-        """Waits until nothing is open that is of the weights of before; how many sequences had to be ended."""
+    async def _drained(self, drain_s: float, reason: str) -> int:
+        """Waits until nothing is open that is of the weights of before; how many sequences had to be ended, for this
+        reason."""
         until = time.monotonic() + drain_s
         while await self._on_thread(lambda: len(self.engine.scheduler.sequences)):
             if time.monotonic() >= until:
-                return int(await self._on_thread(self._end_all))
+                return int(await self._on_thread(partial(self._end_all, reason)))
             await asyncio.sleep(LOOK_S)
         return 0
 
     def _begin(self, digests: set[str]) -> None:
         self.engine.succession = Succession(digests)
 
-    def _end_all(self) -> int:
-        error = Unavailable("the target's weights are others now", reason="WEIGHTS_CHANGED")
+    def _end_all(self, reason: str) -> int:
+        error = Unavailable("the target's weights are others now", reason=reason)
         return self.engine.end_all(error)
 
     def _succeed(self, successor: Successor, built: TargetEngine | None) -> TargetEngine:

@@ -69,7 +69,7 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
             raise PermissionDenied("the target was not started with --allow-reload")
         if self._draining:
             raise Unavailable("the service is draining", reason="DRAINING")
-        return RELOADED_WEIGHTS.encode(await self._reloads.reload(request.model, request.drain_s))
+        return RELOADED_WEIGHTS.encode(await self._reloads.reload(request.model, request.drain_s, request.restart))
 
     def tell_target(self, info: TargetInfo) -> None:
         """New sequences are of other weights: who asks is told so, and who has a stream that it is to ask again."""

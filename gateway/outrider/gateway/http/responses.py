@@ -56,7 +56,7 @@ async def _deltas(
     engine: GenerationEngine, asked: ResponsesRequest, recorder: AnswerRecorder
 ) -> AsyncGenerator[GenerationDelta, None]:
     try:
-        async with aclosing(generate(engine, asked.chat, recorder)) as deltas:
+        async with aclosing(generate(engine, asked.chat, recorder, whole=not asked.body.stream)) as deltas:
             async for delta in deltas:
                 yield delta
     except InvalidArgument as error:

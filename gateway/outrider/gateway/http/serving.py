@@ -83,7 +83,7 @@ async def respond(
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
     options, recorder = options_of(request), recorder_of(options_of(request), openai_request)
-    deltas = generate(engine, openai_request, recorder)
+    deltas = generate(engine, openai_request, recorder, whole=not openai_request.body.stream)
     if openai_request.echoed:
         deltas = echoed(openai_request, deltas)
     if not openai_request.body.stream:
@@ -152,9 +152,14 @@ class AdmissionGroup:
 
 
 async def generate(
-    engine: GenerationEngine, openai_request: OpenAIRequest, *observers: RequestObserver
+    engine: GenerationEngine, openai_request: OpenAIRequest, *observers: RequestObserver, whole: bool = False
 ) -> AsyncGenerator[GenerationDelta, None]:
-    """The deltas of all prompts, admitted or refused as one; completion j of prompt i has the index i * n + j."""
+    """The deltas of all prompts, admitted or refused as one; completion j of prompt i has the index i * n + j. `whole`:
+    nobody sees any before the last."""
+    if whole:
+        openai_request = replace(
+            openai_request, requests=tuple(replace(one, whole=True) for one in openai_request.requests)
+        )
     places = range(len(openai_request.requests))
     group = AdmissionGroup(engine.admission, len(places))
     async with aclosing(merge([_one(engine, openai_request, place, group, observers) for place in places])) as deltas:

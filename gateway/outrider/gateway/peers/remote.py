@@ -105,12 +105,12 @@ async def put_learned(channel: grpc.aio.Channel, target_digest: str, group: str,
 
 
 async def reload_weights(
-    channel: grpc.aio.Channel, model: str = "", drain_s: int = 0, timeout_s: float | None = None
+    channel: grpc.aio.Channel, model: str = "", drain_s: int = 0, timeout_s: float | None = None, restart: bool = False
 ) -> Reloaded:
-    """Has a target put a model of its machine (empty: its present folder, read again) in its model's place. Raises
-    OutriderError."""
+    """Has a target put a model of its machine (empty: its present folder, read again) in its model's place; what is
+    open after `drain_s` ends, to `restart` or not. Raises OutriderError."""
     stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-    asked = target_pb2.ReloadWeightsRequest(model=model, drain_s=drain_s)
+    asked = target_pb2.ReloadWeightsRequest(model=model, drain_s=drain_s, restart=restart)
     return RELOADED_WEIGHTS.decode(await _answer(stub.ReloadWeights(asked, timeout=timeout_s)))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.journal import agrees, pruned, size_of
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
-from outrider.rpc.errors import OTHER_MODEL, InvalidArgument
+from outrider.rpc.errors import OTHER_MODEL, WEIGHTS_RESTART, InvalidArgument
 from outrider.rpc.messages import (
     Arithmetic,
     Commit,
@@ -403,7 +403,8 @@ class SpeculationCore:
         self.has_run |= failure.reason not in (DRAINING, OTHER_MODEL)
         if failure.reason == PARENT_GONE and not self._parent_gone:
             self._parent_gone, self._target_opens = True, self._target_opens - 1  # nor here; the next is no fork
-        if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
+        goes_on = failure.reason != WEIGHTS_RESTART  # else it is the request that may begin anew
+        if goes_on and failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
             return [self._open_target()]
         if failure.reason == "TARGET_LOST" and self._target_opens > SUSPECT_AFTER:
             failure = replace(failure, code=INTERNAL)  # it may be what ends them: not to be tried again

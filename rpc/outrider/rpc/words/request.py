@@ -151,6 +151,7 @@ class GenerationRequest:
     add_special_tokens: bool | None = None  # None: to a text, and not to what a chat template has written
     truncation_side: str = "left"  # where sampling.truncate_prompt_tokens cuts: left or right
     among_long: bool = False  # other prompts came with it, and all texts together are long
+    whole: bool = False  # nobody sees anything of the answer before its end: it may begin anew until then
     # What is known of the call that brought it.
     caller: str = ""  # whom its credential names
     peer: str = ""  # the host that it came from; empty: this process
