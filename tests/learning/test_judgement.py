@@ -6,41 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.engines import DraftHarness, commit, credit, new_open
-from support.lessons import DRAWN, GREEDY, Target
+from support.lessons import DRAWN, GREEDY, WINDOW, Target, served
 
-from outrider.engine.loader import load_model
 from outrider.learning.judgement import Trial, Verdict, share_accepted, worth
 from outrider.learning.student import Student, StudentPlan
-from outrider.rpc.messages import DraftTokens, Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
-
-WINDOW = 3
-
-
-def served(draft: Path, lesson: Lesson) -> tuple[int, int, int]:
-    """What a draft service's drafts come to, round by round: accepted, drafted within the text, and rounds."""
-    harness = DraftHarness(loaded=load_model(draft))
-    text, at = [*lesson.prompt_ids, *lesson.output_ids], len(lesson.prompt_ids)
-    opened = new_open(1, lesson.prompt_ids, lesson.sampling, acceptance=lesson.acceptance, seed=lesson.seed)
-    said: list[Any] = harness.run(opened, credit(1, at + WINDOW, WINDOW))
-    accepted = drafted = rounds = 0
-    while at < len(text):
-        pieces = [event for event in said if isinstance(event, DraftTokens) and event.position == at]
-        ids = pieces[-1].ids[: len(text) - at]
-        agreed = next((i for i, token in enumerate(ids) if token != text[at + i]), len(ids))
-        accepted, drafted, rounds = accepted + agreed, drafted + len(ids), rounds + 1
-        new = text[at : at + agreed + 1]
-        chain = pieces[-1].chain
-        at += len(new)
-        said = harness.run(
-            commit(1, at - len(new), *new, chain=chain, num_drafted=len(ids), num_accepted=agreed),
-            credit(1, at + WINDOW, WINDOW),
-        )
-    return accepted, drafted, rounds
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(DRAWN, repetition_penalty=1.3, logit_bias={40: 2.0})])
@@ -68,7 +40,8 @@ def test_rounds_are_counted_as_they_come() -> None:
     for _ in range(500):
         agreed = [dice.random() < 0.6 for _ in range(dice.randrange(30))]
         window = dice.randrange(1, 7)
-        assert share_accepted(agreed, window) == pytest.approx(by_hand(agreed, window))
+        windows = [agreed[place : place + window] for place in range(len(agreed))]
+        assert share_accepted(windows, window) == pytest.approx(by_hand(agreed, window))
 
 
 def test_under_rejection_it_is_the_texts_probability(draft: Path, targets: dict[str, Target]) -> None:

@@ -90,6 +90,7 @@ class DraftHarness:
         loaded: LoadedModel | None = None,
         adapters: Mapping[str, LoadedAdapter] | None = None,  # of that model, by the names of a target's
         learned: AdapterRoom | None = None,
+        name: str = "draft_model",
         **options: Any,
     ) -> None:
         self.loaded = loaded or tiny_draft(max_model_len, batch_invariant)
@@ -98,6 +99,7 @@ class DraftHarness:
         self.method = build_model_method(
             self.loaded,
             RunnerOptions(num_blocks=num_blocks),
+            name,
             vocabularies=by_target,
             tree=tree,
             adapters=adapters,

@@ -17,6 +17,7 @@ from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSett
 from outrider.rpc.words.request import split_methods
 
 Level = Literal["auto", "token", "string"]
+LEARNING_METHODS = ("draft_model", "pard")
 VocabularyLevel = Annotated[
     Level,
     Field(
@@ -122,8 +123,9 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
             raise ValueError("allow_hub_reload (--allow-hub-reload) is for reloads; give --allow-reload, too")
         if self.allow_reload:
             self.require_known_callers("allow_reload")
-        if self.learn_from and (self.model is None or "draft_model" not in self.methods):
-            raise ValueError("learn_from (--learn-from) is for --method draft_model, whose weights learn; leave it out")
+        if self.learn_from and (self.model is None or not set(LEARNING_METHODS) & set(self.methods)):
+            allowed = " or ".join(LEARNING_METHODS)
+            raise ValueError(f"learn_from (--learn-from) is for --method {allowed}, whose weights learn; leave it out")
         if self.learn_from:
             self.require_known_callers("learn_from")
         if self.speculative_token_tree is not None and self.methods != ("draft_model",):

@@ -174,14 +174,11 @@ def point(settings: LearningSettings, learner: Learner, held: Mapping[str, Seque
 
 def worths(settings: LearningSettings, student: Student, lessons: Sequence[Lesson], state: object) -> dict[str, float]:
     """The share of drafts accepted, greedily and sampled; None: with the model alone."""
-    from outrider.learning.judgement import worth
-
     if state is not None:
         student.hold(state)  # type: ignore[arg-type]  # a State
     found: dict[bool, list[float]] = {True: [], False: []}
     for lesson in lessons:
-        logits = student.logits(lesson, with_learned=state is not None)
-        found[lesson.sampling.greedy].append(worth(lesson, logits, settings.num_draft_tokens))
+        found[lesson.sampling.greedy].append(student.worth(lesson, settings.num_draft_tokens, state is not None))
     return {
         name: round(sum(found[greedy]) / max(1, len(found[greedy])), 4)
         for name, greedy in (("greedy", True), ("sampled", False))
@@ -240,10 +237,12 @@ def new_student(settings: LearningSettings, draft: Path) -> Student:
     """Of a draft's folder."""
     import torch
 
-    from outrider.learning.student import Student, StudentPlan
+    from outrider.learning.parallel_student import student_of
+    from outrider.learning.student import StudentPlan
 
     torch.set_num_threads(1)
-    return Student(draft, StudentPlan(settings.rank, settings.learning_rate))
+    plan = StudentPlan(settings.rank, settings.learning_rate, num_tokens=settings.num_draft_tokens)
+    return student_of(draft, plan)
 
 
 def new_learner(settings: LearningSettings, student: Student, folder: Path) -> Learner:

@@ -29,22 +29,35 @@ def worth(lesson: Lesson, logits: Tensor, window: int) -> float:
     """What a draft is worth for a lesson, 0 to 1, whose logits are [drawn, vocab]: for greedy and coupled tokens the
     share of drafts of `window` tokens that is accepted, over all rounds; else the mean probability of the text."""
     ids = torch.tensor(lesson.output_ids[lesson.num_given :])  # [drawn]
-    if lesson.sampling.greedy:
-        return share_accepted((logits.argmax(-1) == ids).tolist(), window)
-    probs = (logits / lesson.sampling.temperature).softmax(-1)  # [drawn, vocab]
-    if lesson.acceptance != AcceptanceRule.COUPLED:
+    if is_weighed(lesson):
+        probs = (logits / lesson.sampling.temperature).softmax(-1)  # [drawn, vocab]
         return float(probs.gather(1, ids[:, None]).mean())
-    drafted = coupled_choice(probs, noise_of(lesson, logits.shape[1]))  # [drawn]
-    return share_accepted((drafted == ids).tolist(), window)
+    agreed = (drafted(lesson, logits, torch.arange(len(ids))) == ids).tolist()
+    return share_accepted([agreed[place : place + window] for place in range(len(agreed))], window)
 
 
-def share_accepted(agreed: Sequence[bool], window: int) -> float:
-    """Of rounds of `window` drafted tokens and one more, by where a draft agrees with the text: (tokens a round - 1) /
-    window. Where the text ends within a round, the round counts as the part of it that there is."""
+def is_weighed(lesson: Lesson) -> bool:
+    """Whether its drafts are accepted by their probabilities: then they follow from no noise that is known."""
+    return not (lesson.sampling.greedy or lesson.acceptance == AcceptanceRule.COUPLED)
+
+
+def drafted(lesson: Lesson, logits: Tensor, places: Tensor) -> Tensor:  # [rows, vocab], [rows] -> [rows]
+    """What a draft with these logits says at places among the tokens that were drawn."""
+    if lesson.sampling.greedy:
+        return logits.argmax(-1)
+    probs = (logits / lesson.sampling.temperature).softmax(-1)
+    return coupled_choice(probs, noise_of(lesson, logits.shape[1])[places])
+
+
+def share_accepted(windows: Sequence[Sequence[bool]], window: int) -> float:
+    """Of rounds of `window` drafted tokens and one more: (tokens a round - 1) / window. `windows` say, of every place
+    where a round may begin, where its drafts agree with the text. Where the text ends within a round, the round counts
+    as the part of it that there is."""
     place, rounds, accepted = 0, 0.0, 0
-    while place < len(agreed):
-        rest = min(window, len(agreed) - place)
-        found = next((index for index in range(rest) if not agreed[place + index]), rest)
+    while place < len(windows):
+        agreed = windows[place]
+        rest = len(agreed)
+        found = next((index for index in range(rest) if not agreed[index]), rest)
         rounds += rest / window
         accepted += found
         place += found + 1

@@ -55,7 +55,12 @@ class LearnSettings(ServicesAccessSettings):
     error: float = Field(
         0.01, gt=0, lt=1, description="share of judgements that may promote what is no better, at most"
     )
-    num_draft_tokens: int = Field(5, ge=1, le=128, description="drafted tokens of a round, as judgements count")
+    num_draft_tokens: int = Field(
+        5,
+        ge=1,
+        le=128,
+        description="drafted tokens of a round, as judgements count, and a pass, where it drafts in parallel",
+    )
     memory_mb: int = Field(64, ge=1, description="memory of the texts of a target and salt, in MiB")
     keys: int = Field(8, ge=1, le=1024, description="targets and salts that are learned of at once, the latest")
     max_tokens: int = Field(2048, ge=16, le=8192, description="longest text that teaches, prompt and answer")
@@ -104,7 +109,8 @@ def make_learner(settings: LearnSettings, model: Path) -> Learner:
     import torch
 
     from outrider.learning.learner import Learner, LearnerPlan
-    from outrider.learning.student import Student, StudentPlan
+    from outrider.learning.parallel_student import student_of
+    from outrider.learning.student import StudentPlan
     from outrider.learning.traffic import PoolPlan
     from outrider.learning.versions import Shelf
 
@@ -112,9 +118,10 @@ def make_learner(settings: LearnSettings, model: Path) -> Learner:
     pool = PoolPlan(settings.memory_mb << 20, settings.hold_out, settings.max_tokens)
     plan = LearnerPlan(pool, settings.keys, error=settings.error, window=settings.num_draft_tokens)
     how = StudentPlan(
-        settings.rank, settings.learning_rate, settings.batch, settings.greedy_weight, settings.replay_weight
-    )
-    student = Student(model, how)
+        settings.rank, settings.learning_rate, settings.batch, settings.num_draft_tokens, settings.greedy_weight,
+        settings.replay_weight,
+    )  # fmt: skip
+    student = student_of(model, how)
     return Learner(student, Shelf(settings.folder.absolute(), student.digest), plan)
 
 

@@ -18,7 +18,7 @@ from threading import Lock
 
 import torch
 
-from outrider.learning.judgement import Trial, Verdict, worth
+from outrider.learning.judgement import Trial, Verdict
 from outrider.learning.student import State, Student
 from outrider.learning.traffic import Pool, PoolPlan
 from outrider.learning.versions import Shelf, Version
@@ -183,7 +183,7 @@ class Learner:
         if state is not None:
             self.student.hold(state)
         student, is_learned = self.student, state is not None
-        return [worth(lesson, student.logits(lesson, is_learned), self.plan.window) for lesson in lessons]
+        return [student.worth(lesson, self.plan.window, is_learned) for lesson in lessons]
 
     def _promote(self, pupil: Pupil, candidate: Candidate) -> None:
         number, path = self.shelf.place(pupil.key)

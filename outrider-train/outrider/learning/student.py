@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from outrider.engine.loader import load_model
 from outrider.engine.models.base import TakesAdapters
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
+from outrider.learning.judgement import worth
 from outrider.rpc.messages import Lesson
 from outrider.training.model import continue_windows
 
@@ -42,6 +43,7 @@ class StudentPlan:
     rank: int = 16
     learning_rate: float = 2e-3
     batch_size: int = 8  # lessons of a step
+    num_tokens: int = 5  # of a pass, where the model drafts in parallel
     greedy_weight: float = 1.0  # of a greedy token's likelihood, beside a drawn one's
     replay_weight: float = 0.3  # of the divergence from the draft as it was
     replay_windows: int = 64
@@ -107,6 +109,10 @@ class Student:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
+    def worth(self, lesson: Lesson, window: int, with_learned: bool = True) -> float:
+        """What the present weights, or the model alone, are worth for a lesson, in rounds of so many drafted tokens."""
+        return worth(lesson, self.logits(lesson, with_learned), window)
+
     @torch.inference_mode()
     def logits(self, lesson: Lesson, with_learned: bool = True) -> Tensor:  # [drawn, vocab] float32
         """Behind every token before one that was drawn, through the lesson's processors but for its temperature."""
@@ -151,11 +157,14 @@ class Student:
         windows = self._written()
         size = max(1, self.plan.batch_size // 4)
         places = (torch.arange(size) + number * size) % len(windows)
-        ids = windows[places]  # [size, length]
+        before, now = (F.log_softmax(said.float(), dim=-1).flatten(0, -2) for said in self._kept(windows[places]))
+        return F.kl_div(now, before, reduction="batchmean", log_target=True)
+
+    def _kept(self, ids: Tensor) -> Iterator[Tensor]:  # [windows, length] -> [..., vocab], twice
+        """What the draft as it was says of texts, and what it says now."""
         with torch.no_grad(), self._model.disable_adapter():
-            before = F.log_softmax(self._model(ids, use_cache=False).logits.float(), dim=-1)
-        now = F.log_softmax(self._model(ids, use_cache=False).logits.float(), dim=-1)
-        return F.kl_div(now.flatten(0, 1), before.flatten(0, 1), reduction="batchmean", log_target=True)
+            yield self._model(ids, use_cache=False).logits
+        yield self._model(ids, use_cache=False).logits
 
     @torch.no_grad()
     def _written(self) -> Tensor:  # [windows, length]

@@ -72,15 +72,22 @@ def draft_head(draft: PreTrainedModel) -> LanguageHead:
 def parallel_states(
     draft: PreTrainedModel, ids: Tensor, rows: MaskedRows, mask_id: int
 ) -> Tensor:  # [windows, length] -> [windows, ends, tokens, hidden]
-    """What `draft_head` takes for the tokens after every end."""
-    masks = ids.new_full((len(ids), len(rows.positions) - ids.shape[1]), mask_id)
+    """What `draft_head` takes for the tokens after every end, by products of bfloat16 numbers."""
     with bfloat16_products():
-        states: Tensor = draft.base_model(
-            torch.cat([ids, masks], dim=1),
-            attention_mask=rows.sees[None, None],
-            position_ids=rows.positions[None],
-            use_cache=False,
-        ).last_hidden_state
+        return masked_states(draft, ids, rows, mask_id)
+
+
+def masked_states(
+    draft: PreTrainedModel, ids: Tensor, rows: MaskedRows, mask_id: int
+) -> Tensor:  # [windows, length] -> [windows, ends, tokens, hidden]
+    """The same by products of the weights' numbers."""
+    masks = ids.new_full((len(ids), len(rows.positions) - ids.shape[1]), mask_id)
+    states: Tensor = draft.base_model(
+        torch.cat([ids, masks], dim=1),
+        attention_mask=rows.sees[None, None],
+        position_ids=rows.positions[None],
+        use_cache=False,
+    ).last_hidden_state
     return states[:, rows.giving]
 
 
