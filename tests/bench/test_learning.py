@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from support.bench import texts_of
 
+from outrider.bench import learning_served
+from outrider.bench.figures import draw_learning, write_figure
 from outrider.bench.learning import PROMPT_TOKENS, excerpts, main, render
 
 WORDS = "def main(arguments):\n    return [line.strip() for line in arguments if not line.startswith('#')]\n"
@@ -20,10 +23,15 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_measures_and_tells(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_and_tells(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning_served, "TURN_S", 1.0)
+    monkeypatch.setattr(learning_served, "WARM_S", 1.0)
     arguments = [
         "--domain", f"first={files}/*.txt", "--domain", f"other={files}/1.txt", "--seconds", "2", "--every", "1",
         "--tokens-per-s", "1600", "--measured", "4", "--no-store", "--output", str(files / "result.json"),
+        "--served-turns", "1",
     ]  # fmt: skip
     assert main(arguments) == 0
     result = json.loads((files / "result.json").read_text())
@@ -31,12 +39,17 @@ def test_it_measures_and_tells(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert result["points"][-1]["seconds"] >= 2 and result["points"][-1]["steps"] > 0
     if not result["points"][-1]["promoted"]:
         assert result["points"][-1]["live"] == result["alone"]
+    served = result["served"]
+    assert served["alone"]["median"] > 0 and served["beside"]["median"] > 0 and len(served["ratio"]["values"]) == 1
     shown = capsys.readouterr().out
+    assert "4 streams: " in shown
     assert "first, greedy" in shown and "alone" in shown
     better = {name: {how: value + 0.5 for how, value in one.items()} for name, one in result["alone"].items()}
     result["points"][-1]["live"] = {
         name: {how: value + 0.25 for how, value in one.items()} for name, one in result["alone"].items()
     }
+    write_figure(files / "plot.svg", lambda: draw_learning(result | {"reference": better}))
+    assert {"first", "other", "greedy", "sampled"} <= texts_of(files / "plot.svg")
     assert [*render(result | {"reference": better})][-2:] == [
         "of the gap to the reference, greedy: 50%", "of the gap to the reference, sampled: 50%",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The figures of the bench, as SVG files: speeds of a pair, time per token over a network, methods of drafting.
+"""The figures of the bench, as SVG files: speeds of a pair, time per token over a network, methods, what was learned.
 
 matplotlib draws them, and is imported only when one is drawn: measuring does without. Texts stay texts, and equal
 results give equal bytes."""
@@ -183,9 +183,38 @@ def _draw_speeds(axes: Axes, found: Json, methods: Json, modes: Sequence[str], c
     axes.set_title("speed over plain", fontsize=9)
 
 
+def draw_learning(result: Json) -> Figure:
+    """Drafts accepted, by what a learner has put in use so far: a line a domain, from what the draft came with; dotted
+    what one that was distilled offline has."""
+    setup, points = result["setup"], result["points"]
+    learned = setup["domains"][0]
+    figure, panels = _panels(1, 2, 3.4)
+    _head(
+        figure,
+        f"accepted while it learns {learned}: {setup['pair']}, k={setup['k']}, {setup['tokens_per_s']:g} tokens/s",
+        f"{_machine(result)}; by the learner's processor time, on texts that nobody learned from",
+    )
+    times = [0.0, *(point["seconds"] / 60 for point in points)]
+    for axes, how in zip(panels, ("greedy", "sampled"), strict=True):
+        for name, colour in zip(setup["domains"], cycle(METHOD_COLOURS)):
+            shares = [result["alone"][name][how], *(point["live"][name][how] for point in points)]
+            axes.step(times, shares, "-", where="post", color=colour, label=name, linewidth=2 if name == learned else 1)
+            if "reference" in result:
+                axes.axhline(result["reference"][name][how], color=colour, linestyle=":", linewidth=1)
+        axes.set_title(how, fontsize=9)
+        axes.set_xlabel("minutes")
+        axes.set_ylim(0, None)
+    panels[0].legend(fontsize=7)
+    return figure
+
+
+def _machine(result: Json) -> str:
+    machine = result["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores"
+
+
 def _where(result: Json) -> str:
-    machine, setup = result["machine"], result["setup"]
-    return f"{machine['cpu']}, {machine['cores']} cores; medians of {setup['repeats']}"
+    return f"{_machine(result)}; medians of {result['setup']['repeats']}"
 
 
 def _panels(rows: int, columns: int, inches: float, sizes: Sequence[float] | None = None) -> tuple[Figure, list[Axes]]:

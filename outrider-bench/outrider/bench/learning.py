@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from outrider.bench.harness import PairSettings, report_failures
-from outrider.bench.results import Json, align, new_result, note, where
+from outrider.bench.figures import draw_learning, write_figure
+from outrider.bench.harness import RESULTS, RESULTS_TEXT, PairSettings, report_failures
+from outrider.bench.learning_served import served_beside
+from outrider.bench.results import Json, align, bracketed, median_of, new_result, note, where
 from outrider.cli.arguments import load_tokenizer, parse
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import Lesson
@@ -61,10 +63,14 @@ class LearningSettings(PairSettings):
     tokens_per_s: float = Field(100.0, gt=0, description="tokens that are served a second")
     measured: int = Field(60, ge=4, description="texts of each domain that are measured")
     every: float = Field(120.0, gt=0, description="seconds between two measurements")
+    served_turns: int = Field(
+        0, ge=0, le=100, description="turns of 20 s with a learner beside what is served, and as many without it"
+    )
     reference: Path | None = Field(None, description="a draft that was distilled offline for the same target and texts")
     rank: int = Field(16, ge=1, le=64, description="of the weights")
     learning_rate: float = Field(2e-3, gt=0, le=1, description="of the optimizer")
     num_draft_tokens: int = Field(5, ge=1, le=32, description="tokens drafted a round")
+    results: Path = Field(RESULTS / "learning", description=RESULTS_TEXT)
 
     @model_validator(mode="after")
     def _check_domains(self) -> Self:
@@ -89,7 +95,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench learning
 
     def work() -> None:
         result = run(settings)
-        settings.finish(result, render(result))
+        if path := settings.finish(result, render(result)):
+            write_figure(path.with_suffix(".svg"), lambda: draw_learning(result))
 
     return report_failures(prog, work)
 
@@ -109,6 +116,9 @@ def run(settings: LearningSettings) -> Json:
         "tokens_per_s": settings.tokens_per_s, "rank": settings.rank, "seed": settings.seed,
     }  # fmt: skip
     result = new_result(setup) | {"alone": alone, "points": points}
+    if settings.served_turns:
+        prompts = [lesson.prompt_ids for lesson in texts[learned]]
+        result["served"] = served_beside(folders, prompts, settings.served_turns, settings.start_timeout)
     if settings.reference is not None:
         reference = new_student(settings, locate(settings.reference))
         result["reference"] = {name: worths(settings, reference, lessons, None) for name, lessons in held.items()}
@@ -265,6 +275,14 @@ def render(result: Json) -> Iterator[str]:
     if "reference" in result:
         rows.append(["reference", "", *_cells(result["reference"])])
     yield from align(rows)
+    if "served" in result:
+        served = result["served"]
+        yield ""
+        yield (
+            f"{served['streams']} streams: {median_of(served['beside'], 1)} tokens/s beside a learner on "
+            f"{served['cores_of_the_learner']:.2f} of a core, {median_of(served['alone'], 1)} alone: "
+            f"{bracketed(served['ratio'])}"
+        )
     if "reference" in result:
         yield ""
         for how in ("greedy", "sampled"):
