@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,13 @@ from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
+def niceness_of(pid: int) -> tuple[int, str]:
+    """Of a process, and of its session, where these have one that may be changed."""
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    may_change = autogroup.is_file() and os.access(autogroup, os.W_OK)
+    return os.getpriority(os.PRIO_PROCESS, pid), autogroup.read_text().split()[-1] if may_change else ""
+
+
 async def test_a_process_learns_and_tells_its_series(draft: Path, tmp_path: Path) -> None:
     given = {"model": draft, "listen": "127.0.0.1:0", "threads": 1, "num_blocks": 16, "learn_from": ["unsalted"]}
     service = await boot.start(DraftSettings(**given))
@@ -30,10 +38,10 @@ async def test_a_process_learns_and_tells_its_series(draft: Path, tmp_path: Path
         service.engine.lessons.add(lesson)
     arguments = [
         "--model", str(draft), "--draft", service.server.address, "--folder", str(tmp_path / "learned"),
-        "--metrics", "127.0.0.1:0", "--rank", "4", "--niceness", "0",
+        "--metrics", "127.0.0.1:0", "--rank", "4", "--niceness", "5",
     ]  # fmt: skip
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "outrider", "learn", *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "outrider", "learn", *arguments, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
     try:
         assert process.stdout is not None
@@ -41,6 +49,7 @@ async def test_a_process_learns_and_tells_its_series(draft: Path, tmp_path: Path
             line = (await process.stdout.readline()).decode()
         assert line.startswith("learner metrics on ")
         address = line.split()[-1]
+        assert niceness_of(process.pid) in [(5, ""), (5, "5")]
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
             steps, series = 0.0, ""
             async with asyncio.timeout(120):

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,6 +32,7 @@ DESCRIPTION = (
     "share what is learned. The tokens that clients get do not change."
 )
 DRAFT = "127.0.0.1:50052"
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class LearnSettings(ServicesAccessSettings):
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider learn") -> int
     settings = parse(LearnSettings, argv, prog, DESCRIPTION)
     setup_logging("text", "outrider-learn")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
-    os.nice(settings.niceness)
+    go_last(settings.niceness)
     try:
         model = locate(settings.model)
         require_config(model, "--model")
@@ -86,6 +87,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider learn") -> int
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0
+
+
+def go_last(niceness: int) -> None:
+    """Lets others go first on the cores. On Linux niceness may count within a session alone, and that of sessions
+    between them (sched(7), autogroup): where this process leads one, it has the same."""
+    os.nice(niceness)
+    if niceness and os.getsid(0) == os.getpid() and AUTOGROUP.is_file():
+        with suppress(OSError):
+            AUTOGROUP.write_text(str(niceness), "utf-8")
 
 
 @asynccontextmanager
