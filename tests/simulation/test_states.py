@@ -203,10 +203,10 @@ def lost_without_parent(failed: Any, core: SpeculationCore, failure: Failure) ->
     return effects
 
 
-def without_close(apply: Any, engine: DraftEngine, key: Any, message: Any, sink: Any) -> None:
+def without_close(apply: Any, engine: DraftEngine, key: Any, message: Any, sink: Any, model: str) -> None:
     """A draft keeps what the gateway has closed."""
     if not isinstance(message, Close):
-        apply(engine, key, message, sink)
+        apply(engine, key, message, sink, model)
 
 
 @dataclass(frozen=True, slots=True)
