@@ -20,6 +20,7 @@ from support.models import save_tiny
 
 from outrider.client import Client
 from outrider.draft_service import boot as draft_boot
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.boot import GatewayParts, build_gateway
 from outrider.gateway.peers.remote import TARGET_SERVICE
@@ -42,7 +43,6 @@ class Fleet:
     def __init__(self, stack: AsyncExitStack, folders: dict[str, Path], targets: dict[str, TargetService]) -> None:
         self._stack, self.folders, self.targets = stack, folders, targets
         self.draft = ""
-        self.drafting: Any = None
 
     async def gateway(self, **given: Any) -> GatewayParts:
         """One that is connected and serves."""
@@ -57,6 +57,15 @@ class Fleet:
         self._stack.push_async_callback(parts.server.stop, 0)
         self._stack.push_async_callback(parts.http.stop, 0)
         return parts
+
+    async def drafted_by(self, **how: Any) -> DraftEngine:
+        """Has another draft draft for gateways from now on; its engine."""
+        given = {"listen": "127.0.0.1:0", "num_blocks": 256, "threads": 1} | how
+        service = await draft_boot.start(DraftSettings(model=self.folders["draft"], **given))
+        await service.server.start()
+        self._stack.push_async_callback(service.stop)
+        self.draft = service.server.address
+        return service.engine
 
     def two(self, default: bool = False) -> dict[str, Any]:
         """The settings of both; the first of them without a name, if it is the `default`."""
@@ -83,11 +92,8 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
             await service.server.start()
             stack.push_async_callback(service.stop)
             targets[name] = service
-        draft = await draft_boot.start(DraftSettings(model=folders["draft"], **common))
-        await draft.server.start()
-        stack.push_async_callback(draft.stop)
         made = Fleet(stack, folders, targets)
-        made.draft, made.drafting = draft.server.address, draft
+        await made.drafted_by()
         yield made
 
 
@@ -157,10 +163,9 @@ async def test_models_are_listed_and_described_by_name(fleet: Fleet) -> None:
 async def test_a_draft_shares_its_room_among_models(fleet: Fleet) -> None:
     """One that floods it gives way to another that comes, and its requests go on, with the tokens that they have
     alone."""
+    engine = await fleet.drafted_by(max_sequences=2)
     parts = await fleet.gateway(**fleet.two())
     alone, _ = await tokens_of(parts.server, "one", sampling={"temperature": 0, "max_tokens": 150})
-    engine = fleet.drafting.engine
-    engine._work._max_sequences = engine._shares._max_sequences = 2
     flood = [
         asyncio.ensure_future(tokens_of(parts.server, "one", sampling={"temperature": 0, "max_tokens": 150}))
         for _ in range(4)

@@ -14,7 +14,7 @@ from outrider.draft_service.lessons import Lessons
 from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
-from outrider.draft_service.shares import Shares
+from outrider.draft_service.shares import ModelShares
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
@@ -78,7 +78,7 @@ class DraftEngine:
             if isinstance(method, ModelMethod):
                 self._draft_with(method)
         self._work = OpenWork(max_sequences, max_open_tokens)
-        self._shares, self.num_displaced = Shares(max_sequences, max_open_tokens, weights), 0
+        self._shares, self.num_displaced = ModelShares(max_sequences, max_open_tokens, weights), 0
         self._tracer, self._observer = tracer, observer or DraftObserver()
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from outrider.draft_service.sequence import SequenceKey
 from outrider.planner.estimates import OpenWork
-from outrider.rpc.messages import MAX_NAME_CHARS
+from outrider.rpc.settings import named_values
 
 MAX_WEIGHT = 1000.0
+FIELD = "share (--share)"
 
 
-class Shares:
+class ModelShares:
     """What the models have of a draft's room, by the names that their gateways call them. A model's share is its
     greatest part of a bound, sequences or tokens, over its weight (dominant resource fairness; Ghodsi et al. 2011)."""
 
@@ -71,16 +72,8 @@ class Shares:
 def weights_of(given: Sequence[str]) -> dict[str, float]:
     """The weights of a list of NAME=WEIGHT, by name. ValueError for what is none, or comes twice."""
     weights: dict[str, float] = {}
-    for text in given:
-        name, sign, number = text.rpartition("=")
-        weight = float(number) if number.replace(".", "", 1).isdecimal() else 0.0
-        if not (sign and 0 < weight <= MAX_WEIGHT and name.isprintable() and len(name) <= MAX_NAME_CHARS):
-            allowed = (
-                f"NAME=WEIGHT, with a name of at most {MAX_NAME_CHARS} printable characters and a weight over 0, at "
-            )
-            allowed += f"most {MAX_WEIGHT:g}"
-            raise ValueError(f"share (--share): is {text[:200]!r}; allowed: {allowed}")
-        if name in weights:
-            raise ValueError(f"share (--share): has {name!r} more than once; allowed: a name for each")
-        weights[name] = weight
+    for name, number in named_values(given, FIELD, "WEIGHT").items():
+        weights[name] = float(number) if number.replace(".", "", 1).isdecimal() else 0.0
+        if not 0 < weights[name] <= MAX_WEIGHT:
+            raise ValueError(f"{FIELD}: is {number[:200]!r} for {name}; allowed: over 0 and at most {MAX_WEIGHT:g}")
     return weights

@@ -10,18 +10,16 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from itertools import count
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from outrider.bench.harness import start_service
-from outrider.bench.results import Json, note, spread
+from outrider.bench.results import Json, note, processor_s, spread
 from outrider.cli.local_services import Folders, Service, Services, wait_for_draft
 from outrider.client import Client
 
 STREAMS, TURN_S, WARM_S = 4, 20.0, 15.0
 ANSWER_TOKENS = 96
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def served_beside(folders: Folders, prompts: Sequence[Sequence[int]], num_turns: int, start_s: float) -> Json:
@@ -47,13 +45,13 @@ async def by_turns(address: str, learner: Service, prompts: Sequence[Sequence[in
     """Alternates, and counts."""
     speeds: dict[bool, list[float]] = {True: [], False: []}
     busy: list[float] = []
-    async with Load(address, prompts) as load:
-        await load.speed(WARM_S)
+    async with Askers(address, prompts) as askers:
+        await askers.speed(WARM_S)
         for turn in range(2 * num_turns):
             runs = turn % 2 == 0
             os.kill(learner.pid, signal.SIGCONT if runs else signal.SIGSTOP)
             before, began = processor_s(learner.pid), time.monotonic()
-            speeds[runs].append(await load.speed(TURN_S))
+            speeds[runs].append(await askers.speed(TURN_S))
             if runs:
                 busy.append((processor_s(learner.pid) - before) / (time.monotonic() - began))
             note(f"the learner {'runs' if runs else 'stands still'}: {speeds[runs][-1]:.1f} tokens/s")
@@ -68,7 +66,7 @@ async def by_turns(address: str, learner: Service, prompts: Sequence[Sequence[in
     }
 
 
-class Load:
+class Askers:
     """So many streams that ask again and again, half of them greedily, each time with another seed."""
 
     def __init__(self, address: str, prompts: Sequence[Sequence[int]]) -> None:
@@ -76,7 +74,7 @@ class Load:
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Askers:
         self._tasks = [asyncio.create_task(self._ask(stream)) for stream in range(STREAMS)]
         return self
 
@@ -104,12 +102,3 @@ class Load:
                 async with aclosing(answer) as parts:
                     async for part in parts:
                         self._num_tokens += len(part.token_ids)
-
-
-def processor_s(pid: int) -> float:
-    """Processor time of a process so far, in seconds; 0 where the system does not tell."""
-    stat = Path(f"/proc/{pid}/stat")
-    if not stat.is_file():
-        return 0.0
-    fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS

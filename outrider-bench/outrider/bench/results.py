@@ -103,6 +103,12 @@ def _foreign_ticks() -> int | None:
     return busy - sum(int(processes[number][USER]) + int(processes[number][SYSTEM]) for number in own)
 
 
+def processor_s(pid: int) -> float:
+    """Processor time of a process so far, in seconds; 0 where the system does not tell."""
+    stat = _stat(PROC / str(pid) / "stat")
+    return (int(stat[USER]) + int(stat[SYSTEM])) / os.sysconf("SC_CLK_TCK") if stat else 0.0
+
+
 def _stat(path: Path) -> list[str]:
     """Of a process's stat, after its name; none if it has ended meanwhile."""
     try:

@@ -3,7 +3,6 @@ last token read and those of the masks behind it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.checkpoint import mask_token_id
+from outrider.engine.checkpoint import mask_token_id, read_config
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.learning.judgement import drafted, is_weighed, share_accepted
@@ -27,7 +26,7 @@ ENDS_LEARNT = 12  # places of a lesson that a step learns to draft after
 def student_of(folder: Path, plan: StudentPlan) -> Student:
     """For the model of a folder, by how it drafts: in parallel if its config.json names a mask token. Raises
     ValueError."""
-    mask = mask_token_id(json.loads((folder / "config.json").read_text("utf-8")))
+    mask = mask_token_id(read_config(folder))
     return Student(folder, plan) if mask is None else ParallelStudent(folder, plan, mask)
 
 

@@ -735,16 +735,21 @@ def _resembles(name: object, other: str) -> bool:
 
 def named_folders(given: Sequence[str], field: str) -> dict[str, Path]:
     """The folders of a list of NAME=DIR, by name. ValueError for what is none, or comes twice."""
-    folders: dict[str, Path] = {}
+    return {name: Path(folder) for name, folder in named_values(given, field, "DIR").items()}
+
+
+def named_values(given: Sequence[str], field: str, kind: str) -> dict[str, str]:
+    """What a list of NAME=`kind` has, by name. ValueError for what is none, or comes twice."""
+    values: dict[str, str] = {}
     for text in given:
-        name, _, folder = text.partition("=")
-        if not (name and folder and name.isprintable() and len(name) <= MAX_NAME_CHARS):
-            allowed = f"NAME=DIR, with a name of 1 to {MAX_NAME_CHARS} printable characters"
+        name, _, value = text.partition("=")
+        if not (name and value and name.isprintable() and len(name) <= MAX_NAME_CHARS):
+            allowed = f"NAME={kind}, with a name of 1 to {MAX_NAME_CHARS} printable characters"
             raise ValueError(f"{field}: is {text[:200]!r}; allowed: {allowed}")
-        if name in folders:
+        if name in values:
             raise ValueError(f"{field}: has {name!r} more than once; allowed: a name for each")
-        folders[name] = Path(folder)
-    return folders
+        values[name] = value
+    return values
 
 
 def usable_threads() -> int:
