@@ -3,7 +3,6 @@ last token read and those of the masks behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,13 @@ class ParallelStudent(Student):
             plans.append(SamplingRows(sampler, drawn[end : min(end + num_tokens, len(drawn)) - 1]))
         return adjust_logits(logits, assemble(plans, for_argmax=True)).clamp_min(LOWEST)
 
-    def _kept(self, ids: Tensor) -> Iterator[Tensor]:
+    def _kept(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of its own texts what a pass says behind a few of their tokens."""
         ends = torch.randperm(ids.shape[1] - 1, generator=self._dice)[:ENDS_LEARNT].sort().values
         rows = MaskedRows.of(ends, ids.shape[1], self.plan.num_tokens)
         with torch.no_grad(), self._model.disable_adapter():
-            yield self._head.product(masked_states(self._causal_lm, ids, rows, self._mask_id))
-        yield self._head.product(masked_states(self._causal_lm, ids, rows, self._mask_id))
+            before = self._head.product(masked_states(self._causal_lm, ids, rows, self._mask_id))
+        return before, self._head.product(masked_states(self._causal_lm, ids, rows, self._mask_id))
 
     @staticmethod
     def _drawn(lesson: Lesson) -> Tensor:  # [drawn]

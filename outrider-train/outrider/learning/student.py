@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,11 @@ class Student:
         before, now = (F.log_softmax(said.float(), dim=-1).flatten(0, -2) for said in self._kept(windows[places]))
         return F.kl_div(now, before, reduction="batchmean", log_target=True)
 
-    def _kept(self, ids: Tensor) -> Iterator[Tensor]:  # [windows, length] -> [..., vocab], twice
+    def _kept(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # [windows, length] -> [..., vocab], twice
         """What the draft as it was says of texts, and what it says now."""
         with torch.no_grad(), self._model.disable_adapter():
-            yield self._model(ids, use_cache=False).logits
-        yield self._model(ids, use_cache=False).logits
+            before: Tensor = self._model(ids, use_cache=False).logits
+        return before, self._model(ids, use_cache=False).logits
 
     @torch.no_grad()
     def _written(self) -> Tensor:  # [windows, length]
