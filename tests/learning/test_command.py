@@ -61,7 +61,9 @@ async def test_a_process_learns_and_tells_its_series(draft: Path, tmp_path: Path
                     steps = float(found[1]) if found else 0.0
                     await asyncio.sleep(0.2)
             assert 'outrider_learner_lessons_total{group="",target="dddddddddddd"} 40.0' in series
-            assert (await client.get("/readyz")).status_code == 200
+            async with asyncio.timeout(30):  # health is asked for in turns
+                while (await client.get("/readyz")).status_code != 200:
+                    await asyncio.sleep(0.2)
         process.terminate()
         assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:
