@@ -4,7 +4,7 @@ what becomes of open sequences when that changes."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class Learning:
         assert adapters is not None
         return adapters.prepare(load_adapter(folder, self.base.model, self.base.digest))
 
-    def put(self, folder: Path | None, key: LearningKey = KEY) -> int:
-        return self.draft.engine.put_learned(key, None if folder is None else self.prepared(folder))
+    def put(self, folder: Path | None, key: LearningKey = KEY, left_out: Collection[str] = ()) -> int:
+        return self.draft.engine.put_learned(key, None if folder is None else self.prepared(folder), left_out)
 
     def lessons_from(self, request: Open) -> list[Lesson]:
         """Of a sequence that ended behind two tokens."""
@@ -130,6 +130,15 @@ def test_a_salts_sequences_alone_are_drafted_for_by_what_it_taught(folders: dict
     assert drafted(learning.draft, asked(salt="a")) != plain
     for other in (asked(), asked(salt="b"), asked(salt="a", model_digest="e" * 64)):
         assert drafted(learning.draft, other) == plain
+
+
+def test_a_caller_who_is_left_out_is_drafted_for_by_the_model_alone(folders: dict[str, Path]) -> None:
+    learning, plain = Learning(), drafted(DraftHarness(loaded=decoder()), asked())
+    learning.put(folders["first"], KEY, ["b"])
+    for caller in ("", "a", "b"):
+        assert (drafted(learning.draft, asked(caller=caller)) == plain) is (caller == "b")
+    (lesson,) = learning.lessons_from(asked(caller="b"))
+    assert lesson.caller == "b", "it teaches all the same"
 
 
 def test_what_was_given_teaches_once() -> None:

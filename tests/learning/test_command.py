@@ -62,8 +62,10 @@ async def test_a_process_learns_and_tells_its_series(draft: Path, tmp_path: Path
                     await asyncio.sleep(0.2)
             assert 'outrider_learner_lessons_total{group="",target="dddddddddddd"} 40.0' in series
             async with asyncio.timeout(30):  # health is asked for in turns
-                while (await client.get("/readyz")).status_code != 200:
+                ready = await client.get("/readyz")
+                while ready.status_code != 200:
                     await asyncio.sleep(0.2)
+                    ready = await client.get("/readyz")
         process.terminate()
         assert await asyncio.wait_for(process.wait(), 30) == 0
     finally:

@@ -129,6 +129,54 @@ def test_a_caller_who_sends_nonsense_changes_nothing_of_anothers(
     assert (alone.live is None) == (beside.live is None)
 
 
+def test_a_caller_who_sends_nonsense_beside_another_of_the_same_salt_takes_little_of_it(
+    student: Student, lessons: list[Lesson], tmp_path: Path
+) -> None:
+    """The bound is five points of acceptance, with three times as many texts."""
+    key, honest = LearningKey(lessons[0].target_digest, ""), [replace(one, caller="honest") for one in lessons]
+    wrong = [replace(one, caller="wrong") for one in nonsense(3 * len(honest), "")]
+    found = {}
+    for name, more in (("alone", []), ("beside", wrong)):
+        learner, _ = new_learner(student, tmp_path / name)
+        for start in range(0, len(honest), 10):
+            learner.take([*more[3 * start : 3 * start + 30], *honest[start : start + 10]])
+            for _ in range(6):
+                learner.turn()
+        live = learner._pupils[key].live
+        assert live is not None
+        student.hold(live)
+        found[name] = sum(student.worth(one, PLAN.window) for one in honest[:20]) / 20
+    print(found)
+    assert found["alone"] > 0.3 and found["beside"] > found["alone"] - 0.05
+
+
+def test_one_whose_texts_are_drafted_worse_is_left_out_until_they_are_not(
+    student: Student, lessons: list[Lesson], targets: dict[str, Target], tmp_path: Path
+) -> None:
+    """It writes what the draft's own model says. The other keeps what was learned, also where the learner starts
+    again."""
+    learner, _ = new_learner(student, tmp_path)
+    first = [replace(one, caller="first") for one in lessons]
+    fed(learner, first, "num_promoted")
+    (pupil,) = learner.pupils()
+    version = learner.shelf.live[pupil.key]
+    learner.plan = replace(PLAN, candidate_steps=10**6)
+    own = [
+        replace(targets["own"].lesson(number, 16), target_digest=pupil.key.target_digest, caller="own")
+        for number in range(300, 380)
+    ]
+    rounds = [list(pair) for pair in zip(first, own, strict=True)]
+    learner._judge(pupil, rounds)
+    pupil.pool.take(own[0])
+    learner._judge(pupil, rounds)
+    left_out = learner.shelf.live[pupil.key]
+    assert left_out == replace(version, left_out=("own",)) and pupil.live is not None
+    assert new_learner(student, tmp_path)[0].pupils()[0].callers.left_out == {"own"}
+    same_now = [list(pair) for pair in zip(first, (replace(one, caller="own") for one in first), strict=True)]
+    learner._judge(pupil, same_now)
+    assert learner.shelf.live[pupil.key] == version
+
+
 def test_another_targets_weights_begin_with_those_of_the_same_salt(
     student: Student, lessons: list[Lesson], tmp_path: Path
 ) -> None:

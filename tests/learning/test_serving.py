@@ -144,11 +144,7 @@ def learning(student: Student, folder: Path, plan: LearnerPlan = PLAN) -> Iterat
 @asynccontextmanager
 async def linked(learner: Learner, *addresses: str) -> AsyncIterator[list[DraftLink]]:
     """While in it, lessons come, and what is in use is kept in use."""
-
-    def in_use() -> dict[LearningKey, tuple[str, str]]:
-        return {key: (version.digest, version.path) for key, version in learner.shelf.live.items()}
-
-    links = [DraftLink(address, None, learner, in_use) for address in addresses]
+    links = [DraftLink(address, None, learner, lambda: dict(learner.shelf.live)) for address in addresses]
     tasks = [asyncio.create_task(link.run()) for link in links]
     try:
         await until(lambda: all(link.is_there for link in links))

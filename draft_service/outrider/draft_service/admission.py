@@ -28,7 +28,7 @@ from outrider.proposers.reencoded_text import ReencodedText
 from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
-from outrider.rpc.messages import LearningKey, Open
+from outrider.rpc.messages import Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1
@@ -65,9 +65,9 @@ class ModelMethod:
         """Ids below it can be computed."""
         return self.proposer.runner.model.vocab_size
 
-    def adapter_for(self, name: str, key: LearningKey | None) -> PreparedAdapter | None:
-        """What drafts in place of the model alone: for a target's adapter of that name, else for sequences of a key."""
-        return self.adapters.get(name) or self.learned.get(key)
+    def adapter_for(self, name: str, teaching: Teaching | None) -> PreparedAdapter | None:
+        """What drafts in place of the model alone: for a target's adapter of that name, else what was learned."""
+        return self.adapters.get(name) or self.learned.get(teaching)
 
     @property
     def capacity(self) -> int:
@@ -110,9 +110,8 @@ def build_sequence(
         capacity = with_model.capacity
         if mapping is not None or request.adapter in with_model.adapters:
             teaching = None  # what is learned is the model's alone, in its own ids
-        learning = None if teaching is None else teaching.key
-        text = _text(tokens, request, with_model, mapping, learning)
-        model = _model_state(request, prompt_ids, with_model, mapping, learning)
+        text = _text(tokens, request, with_model, mapping, teaching)
+        model = _model_state(request, prompt_ids, with_model, mapping, teaching)
         rejects = request.acceptance != AcceptanceRule.COUPLED and not request.sampling.greedy
         if not by_turns and mapping is None and not rejects:
             model = replace(model, tree=with_model.tree)
@@ -175,11 +174,9 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
     draft.grammar = None if method.grammars is None else draft.grammar
     sampler.draft_masks = draft.grammar
-    key = None if draft.teaching is None else draft.teaching.key
-    draft.model = _state_of(
-        sampler, replace(state.draft_sampling, ahead=RandomAhead()), method, state.adapter_name, key
-    )
-    draft.sequence.adapter = _digest_of(method, state.adapter_name, key)
+    anew = replace(state.draft_sampling, ahead=RandomAhead())
+    draft.model = _state_of(sampler, anew, method, state.adapter_name, draft.teaching)
+    draft.sequence.adapter = _digest_of(method, state.adapter_name, draft.teaching)
     draft.model = replace(draft.model, tree=state.tree)
     draft.limits.capacity = method.capacity
 
@@ -201,10 +198,10 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
 
 
 def _text(
-    tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None, key: LearningKey | None
+    tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None, teaching: Teaching | None
 ) -> DraftText:
     """The text of the target's ids."""
-    sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter, key))
+    sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter, teaching))
     if mapping is None:
         check_ids(tokens, method.vocab_size)
         sequence.tokens = tokens
@@ -224,7 +221,7 @@ def _check_length(text: DraftText, method: ModelMethod) -> None:
 
 
 def _model_state(
-    request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None, key: LearningKey | None
+    request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None, teaching: Teaching | None
 ) -> ModelState:
     sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
     rule = DraftRule.ARGMAX if isinstance(mapping, Reencoding) else _rule(request, method.name)
@@ -235,21 +232,25 @@ def _model_state(
         by_chain=request.acceptance == AcceptanceRule.BLOCK,
         confidence=request.draft_confidence,
     )
-    return _state_of(sampler, draft_sampling, method, request.adapter, key)
+    return _state_of(sampler, draft_sampling, method, request.adapter, teaching)
 
 
 def _state_of(
-    sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod, adapter: str, key: LearningKey | None
+    sampler: SequenceSampler,
+    draft_sampling: DraftSampling,
+    method: ModelMethod,
+    adapter: str,
+    teaching: Teaching | None,
 ) -> ModelState:
     mapping = draft_sampling.mapping
     vocab_size = method.vocab_size if mapping is None else len(mapping.target_tokens)
-    found = method.adapter_for(adapter, key)
+    found = method.adapter_for(adapter, teaching)
     return ModelState(sampler, draft_sampling, method.name, vocab_size, adapter_name=adapter, adapter=found)
 
 
-def _digest_of(method: ModelMethod, adapter: str, key: LearningKey | None) -> str:
+def _digest_of(method: ModelMethod, adapter: str, teaching: Teaching | None) -> str:
     """The digest of the draft's own adapter; empty where its model drafts alone."""
-    found = method.adapter_for(adapter, key)
+    found = method.adapter_for(adapter, teaching)
     return "" if found is None else found.digest
 
 

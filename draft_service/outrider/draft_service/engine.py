@@ -186,10 +186,10 @@ class DraftEngine:
         self._draft_with(method)
         return self._go_on(drafts, method)
 
-    def put_learned(self, key: LearningKey, adapter: PreparedAdapter | None) -> int:
-        """Between two steps, drafts for a key's sequences with what was learned; None: with the model alone. What is
-        open gives up its blocks and goes on; returns how many sequences do."""
-        changed = self.model.learned.put(key, adapter)
+    def put_learned(self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Collection[str] = ()) -> int:
+        """Between two steps, drafts for a key's sequences with what was learned, but for callers who are `left_out`;
+        None: with the model alone. What is open gives up its blocks and goes on; returns how many sequences do."""
+        changed = self.model.learned.put(key, adapter, left_out)
         drafts = [draft for draft in self._sequences.values() if draft.teaching and draft.teaching.key in changed]
         for draft in drafts:
             self.scheduler.release(draft)

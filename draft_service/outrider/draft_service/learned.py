@@ -4,9 +4,23 @@ same key."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.engine.batch import PreparedAdapter
 from outrider.rpc.messages import LearnedDraft, LearningKey
+
+if TYPE_CHECKING:
+    from outrider.draft_service.lessons import Teaching
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedAdapter:
+    """Weights, and the callers for whom the model alone drafts all the same."""
+
+    adapter: PreparedAdapter
+    left_out: frozenset[str] = frozenset()
 
 
 class LearnedAdapters:
@@ -15,28 +29,39 @@ class LearnedAdapters:
 
     def __init__(self, most: int = 0) -> None:
         self.most = most
-        self._adapters: OrderedDict[LearningKey, PreparedAdapter] = OrderedDict()
+        self._adapters: OrderedDict[LearningKey, LearnedAdapter] = OrderedDict()
 
-    def get(self, key: LearningKey | None) -> PreparedAdapter | None:
-        """What drafts for these; None: the model alone."""
-        found = None if key is None else self._adapters.get(key)
-        if key is not None and found is not None:
-            self._adapters.move_to_end(key)
-        return found
+    def get(self, teaching: Teaching | None) -> PreparedAdapter | None:
+        """What drafts for a sequence; None: the model alone."""
+        found = None if teaching is None else self._adapters.get(teaching.key)
+        if teaching is None or found is None or teaching.caller in found.left_out:
+            return None
+        self._adapters.move_to_end(teaching.key)
+        return found.adapter
 
-    def put(self, key: LearningKey, adapter: PreparedAdapter | None) -> set[LearningKey]:
-        """Lets one draft, or the model alone. Returns the keys for which another drafts now."""
+    def digest(self, key: LearningKey) -> str:
+        """Of what is in use; empty: the model alone is."""
+        found = self._adapters.get(key)
+        return "" if found is None else found.adapter.digest
+
+    def put(
+        self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Collection[str] = ()
+    ) -> set[LearningKey]:
+        """Lets one draft, but for callers who are left out, or the model alone. Returns the keys for which another
+        drafts now."""
         changed = {key}
         self._adapters.pop(key, None)
         if adapter is not None:
-            self._adapters[key] = adapter
+            self._adapters[key] = LearnedAdapter(adapter, frozenset(left_out))
         while len(self._adapters) > self.most:
             changed.add(self._adapters.popitem(last=False)[0])
         return changed
 
     def rows(self) -> tuple[LearnedDraft, ...]:
         """What is told of them."""
-        return tuple(LearnedDraft(*key, adapter.digest) for key, adapter in self._adapters.items())
+        return tuple(
+            LearnedDraft(*key, one.adapter.digest, tuple(sorted(one.left_out))) for key, one in self._adapters.items()
+        )
 
     def __len__(self) -> int:
         return len(self._adapters)

@@ -33,6 +33,7 @@ class Teaching:
     seed: int
     completion: int
     num_given: int  # tokens of its output when it was opened
+    caller: str = ""  # a digest of whose it is
 
     @classmethod
     def of(cls, request: Open, salts: Collection[str]) -> Self | None:
@@ -41,7 +42,8 @@ class Teaching:
         if not (allowed and request.may_recall and request.model_digest):
             return None
         key, num_given = LearningKey(request.model_digest, group_of(request.salt)), len(request.output_ids)
-        return cls(key, request.sampling, request.acceptance, request.seed, request.completion, num_given)
+        law = request.sampling, request.acceptance, request.seed, request.completion
+        return cls(key, *law, num_given, request.caller)
 
     def lesson(self, tokens: Sequence[int], prompt_len: int) -> Lesson | None:
         """What a sequence teaches that has ended, all of whose tokens were committed; None: nothing."""
@@ -56,6 +58,7 @@ class Teaching:
             self.seed,
             self.completion,
             self.num_given,
+            self.caller,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DIGEST, MAX_GROUP, MAX_PATH = 128, 32, 4096  # characters
+MAX_LEFT_OUT = 64  # callers
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +40,17 @@ class LearnedDrafts:
     model_digest: Callable[[], str]  # of the present model
     listener: Callable[[tuple[LearnedDraft, ...]], None] = lambda rows: None  # is told what is in use
 
-    async def put(self, key: LearningKey, path: str) -> PutLearned:
-        """Lets a folder's weights draft for a key (empty: the model alone). Raises InvalidArgument and
-        FailedPrecondition."""
-        _check(key, path)
-        return await self.one.run(partial(self._put, key, path))
+    async def put(self, key: LearningKey, path: str, left_out: Sequence[str] = ()) -> PutLearned:
+        """Lets a folder's weights draft for a key (empty: the model alone), but for callers who are `left_out`. Raises
+        InvalidArgument and FailedPrecondition."""
+        _check(key, path, left_out)
+        return await self.one.run(partial(self._put, key, path, left_out))
 
-    async def _put(self, key: LearningKey, path: str) -> PutLearned:
+    async def _put(self, key: LearningKey, path: str, left_out: Sequence[str]) -> PutLearned:
         began, method = time.monotonic(), self.engine.model
         adapter = await asyncio.to_thread(self._loaded, Path(path)) if path else None
         load_s = time.monotonic() - began
-        swap = partial(self._swap, key, adapter)
+        swap = partial(self._swap, key, adapter, left_out)
         try:
             before, num_sequences, pause_s = await asyncio.wrap_future(self.thread.call(swap))
         except (ValueError, MemoryError, RuntimeError) as error:
@@ -72,14 +73,16 @@ class LearnedDrafts:
             allowed = "the folder of an adapter of this draft's model in PEFT's layout"
             raise InvalidArgument.of([Violation("path", f"{one_line(error)}; allowed: {allowed}")]) from error
 
-    def _swap(self, key: LearningKey, adapter: PreparedAdapter | None) -> tuple[str, int, float]:
+    def _swap(
+        self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Sequence[str]
+    ) -> tuple[str, int, float]:
         """Between two steps, on the device thread."""
-        began, found = time.monotonic(), self.engine.model.learned.get(key)
-        num_sequences = self.engine.put_learned(key, adapter)
-        return "" if found is None else found.digest, num_sequences, time.monotonic() - began
+        began, before = time.monotonic(), self.engine.model.learned.digest(key)
+        num_sequences = self.engine.put_learned(key, adapter, left_out)
+        return before, num_sequences, time.monotonic() - began
 
 
-def _check(key: LearningKey, path: str) -> None:
+def _check(key: LearningKey, path: str, left_out: Sequence[str]) -> None:
     found = Violations()
     if not 0 < len(key.target_digest) <= MAX_DIGEST:
         problem = f"has {len(key.target_digest)} characters"
@@ -88,6 +91,9 @@ def _check(key: LearningKey, path: str) -> None:
         found.add("group", f"has {len(key.group)} characters", f"a lesson's group, at most {MAX_GROUP}")
     if len(path) > MAX_PATH or "\0" in path:
         found.add("path", f"has {len(path)} characters", f"a folder's path, at most {MAX_PATH}, none of them NUL")
+    if found.length("left_out", left_out, MAX_LEFT_OUT):
+        for index, caller in enumerate(left_out):
+            found.text(f"left_out[{index}]", caller, MAX_DIGEST, empty=False)
     found.raise_if_any()
 
 

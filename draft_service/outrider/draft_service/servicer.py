@@ -115,7 +115,7 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
         if self._draining:
             raise Unavailable("the service is draining", reason="DRAINING")
         key = LearningKey(request.target_digest, request.group)
-        return PUT_LEARNED.encode(await self._learned.put(key, request.path))
+        return PUT_LEARNED.encode(await self._learned.put(key, request.path, tuple(request.left_out)))
 
     @property
     def model(self) -> ModelInfo:

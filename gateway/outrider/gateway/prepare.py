@@ -158,6 +158,7 @@ class Prepared:
             timeout_ms=timeout_ms,
             priority=self.request.priority,
             salt=self.request.salt,
+            caller=self.request.account_digest,
             traceparent=traceparent,
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
             method=self.methods[0] if self.methods else "",

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -23,7 +23,6 @@ from outrider.rpc.logs import setup_logging
 if TYPE_CHECKING:
     from outrider.learning.learner import Learner
     from outrider.learning.links import DraftLink
-    from outrider.rpc.messages import LearningKey
 
 DESCRIPTION = (
     "Let a draft learn from what it drafts for. It is one that was started with --learn-from, whose folder of weights "
@@ -148,10 +147,7 @@ async def serve(settings: LearnSettings, learner: Learner) -> None:
     if settings.seconds:
         loop.call_later(settings.seconds, stopped.set)
 
-    def in_use() -> Mapping[LearningKey, tuple[str, str]]:
-        return {key: (version.digest, version.path) for key, version in dict(learner.shelf.live).items()}
-
-    links = [DraftLink(address, tls, learner, in_use) for address in settings.draft]
+    links = [DraftLink(address, tls, learner, lambda: dict(learner.shelf.live)) for address in settings.draft]
     learning = asyncio.create_task(asyncio.to_thread(run, learner, over.is_set))
     tasks = [learning, asyncio.create_task(stopped.wait()), *(asyncio.create_task(link.run()) for link in links)]
     async with AsyncExitStack() as stack:

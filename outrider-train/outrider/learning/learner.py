@@ -4,7 +4,10 @@ out, and what is in use, which is watched.
 A candidate is a copy of the weights of one moment. Lessons held out judge it against what is in use, and where a later
 copy takes its place, judge on: where no copy is any better, one is promoted in at most the share of cases that is the
 judgement's error. What was promoted is judged on, against the draft's model alone, and taken back where that is
-better."""
+better.
+
+Several callers judge together, a text of each, so that nobody outweighs another; and each for itself whether what is
+in use drafts its texts worse than the model alone: then that drafts for it, until it is so no more."""
 
 from __future__ import annotations
 
@@ -12,23 +15,24 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 
 from outrider.learning.judgement import Trial, Verdict
 from outrider.learning.student import State, Student
-from outrider.learning.traffic import Pool, PoolPlan
+from outrider.learning.traffic import MAX_CALLERS, MOST_READS, Pool, PoolPlan
 from outrider.learning.versions import Shelf, Version
 from outrider.rpc.messages import LearningKey, Lesson
 
 logger = logging.getLogger(__name__)
 
 TURN_STEPS = 8  # of a key, before another's turn
-MOST_READS = 16  # of a lesson, on average: more is learned by heart
 LEAST_LESSONS = 8  # of a key, before anything is learned of it
+WORTHS = ("alone", "live", "candidate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,42 @@ class Candidate:
     num_lessons: int
 
 
+class Judged(NamedTuple):
+    """What a lesson held out was worth, by what drafts."""
+
+    caller: str
+    alone: float
+    live: float
+    candidate: float
+
+
+@dataclass(slots=True, eq=False)
+class Watches:
+    """Of each of several callers, whether what is in use drafts its texts worse than the model alone."""
+
+    left_out: set[str] = field(default_factory=set)  # for whom it does
+    _trials: OrderedDict[str, Trial] = field(default_factory=OrderedDict)
+
+    def begin(self) -> None:
+        """Something else is in use."""
+        self._trials.clear()
+
+    def add(self, judged: Judged, new_trial: Callable[[], Trial]) -> bool:
+        """A text of one of them; whether that changes who is left out."""
+        caller, is_out = judged.caller, judged.caller in self.left_out
+        trial = self._trials.setdefault(caller, new_trial())
+        self._trials.move_to_end(caller)
+        better, than = (judged.live, judged.alone) if is_out else (judged.alone, judged.live)
+        verdict = trial.add(better, than)
+        if verdict is not Verdict.OPEN:
+            self._trials.pop(caller)
+        if verdict is Verdict.BETTER:
+            self.left_out ^= {caller}
+        while len(self._trials) > MAX_CALLERS:
+            self._trials.popitem(last=False)
+        return verdict is Verdict.BETTER
+
+
 @dataclass(slots=True, eq=False)
 class Pupil:
     """The weights of one key."""
@@ -63,6 +103,7 @@ class Pupil:
     trial: Trial  # of the candidates, against what is in use
     live: State | None = None  # in use; None: the model alone
     watch: Trial | None = None  # of the model alone, against what is in use
+    callers: Watches = field(default_factory=Watches)
     candidate: Candidate | None = None
     num_steps: int = 0
     loss: float = 0.0
@@ -111,7 +152,7 @@ class Learner:
         if pupil is None:
             return False
         self._learn(pupil)
-        self._judge(pupil, pupil.pool.judges())
+        self._judge(pupil, pupil.pool.rounds())
         return True
 
     def pupils(self) -> list[Pupil]:
@@ -122,7 +163,7 @@ class Learner:
     def _next(self) -> Pupil | None:
         with self._lock:
             size = self.student.plan.batch_size
-            waiting = [key for key, one in self._pupils.items() if one.wants_steps(size) or one.pool.has_judges]
+            waiting = [key for key, one in self._pupils.items() if one.wants_steps(size) or one.pool.has_rounds]
             if not waiting:
                 return None
             behind = [key for key in self._turns if key in waiting]
@@ -149,23 +190,42 @@ class Learner:
         if pupil.num_steps - before >= self.plan.candidate_steps:
             pupil.candidate = Candidate(pupil.state, pupil.num_steps, pupil.pool.num_taken)
 
-    def _judge(self, pupil: Pupil, lessons: Sequence[Lesson]) -> None:
-        candidate = pupil.candidate
+    def _judge(self, pupil: Pupil, rounds: Sequence[Sequence[Lesson]]) -> None:
+        """By rounds of a lesson of each caller."""
+        candidate, lessons = pupil.candidate, [lesson for one in rounds for lesson in one]
         alone = self._worths(lessons, None)
         live = alone if pupil.live is None else self._worths(lessons, pupil.live)
         new = live if candidate is None else self._worths(lessons, candidate.state)
-        for worths in zip(alone, live, new, strict=True):
-            for name, value in zip(("alone", "live", "candidate"), worths, strict=True):
-                pupil.note(name, value)
-            if self._falls_behind(pupil, worths[0], worths[1]):
+        worths = (Judged(*row) for row in zip((lesson.caller for lesson in lessons), alone, live, new, strict=True))
+        for one in rounds:
+            found = [next(worths) for _ in one]
+            self._watch_callers(pupil, found)
+            for name in WORTHS:
+                pupil.note(name, mean_of(found, name))
+            users = [row for row in found if row.caller not in pupil.callers.left_out]
+            if users and self._falls_behind(pupil, mean_of(users, "alone"), mean_of(users, "live")):
                 self._take_back(pupil)
                 return
-            verdict = Verdict.OPEN if candidate is None else pupil.trial.add(worths[2], worths[1])
+            verdict = (
+                Verdict.OPEN
+                if candidate is None
+                else pupil.trial.add(mean_of(found, "candidate"), mean_of(found, "live"))
+            )
             if candidate is not None and verdict is Verdict.BETTER:
                 self._promote(pupil, candidate)
             if verdict is not Verdict.OPEN:
                 pupil.trial = self._new_trial()
                 return
+
+    def _watch_callers(self, pupil: Pupil, found: Sequence[Judged]) -> None:
+        """Leaves out those for whose texts the model alone is better. One caller alone is judged with all."""
+        if pupil.live is None or pupil.pool.num_callers == 1:
+            return
+        changes = [pupil.callers.add(one, self._new_trial) for one in found]
+        version = self.shelf.live.get(pupil.key)
+        if any(changes) and version is not None:
+            left_out = tuple(sorted(pupil.callers.left_out))
+            self._change(pupil, replace(version, left_out=left_out), f"callers that are left out: {len(left_out)}")
 
     def _falls_behind(self, pupil: Pupil, alone: float, live: float) -> bool:
         """Whether the model alone is better than what is in use. That is judged anew again and again: what was good for
@@ -190,15 +250,17 @@ class Learner:
         digest, trial = self.student.write(candidate.state, path), pupil.trial
         version = Version(
             number, digest, str(path), candidate.num_lessons, candidate.num_steps, trial.num_lessons, trial.mean_gain,
-            self.plan.error, time.time(),
+            self.plan.error, time.time(), tuple(sorted(pupil.callers.left_out)),
         )  # fmt: skip
         pupil.live, pupil.watch = candidate.state, self._new_trial()
+        pupil.callers.begin()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
 
     def _take_back(self, pupil: Pupil) -> None:
         self._begin_anew(pupil)
         pupil.live = pupil.watch = None
+        pupil.callers = Watches()
         self.num_taken_back += 1
         self._change(pupil, None, "the model alone drafts better: taken back")
 
@@ -243,6 +305,12 @@ class Learner:
             return
         pupil = self._pupils[key] = self._new(key, state)
         pupil.live, pupil.watch = state, self._new_trial()
+        pupil.callers.left_out = set(version.left_out)
+
+
+def mean_of(judged: Sequence[Judged], name: str) -> float:
+    """Of one of WORTHS."""
+    return float(sum(getattr(one, name) for one in judged)) / len(judged)
 
 
 def _of(key: LearningKey) -> str:

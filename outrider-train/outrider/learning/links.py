@@ -12,6 +12,7 @@ import grpc.aio
 
 from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned
 from outrider.learning.learner import Learner
+from outrider.learning.versions import Version
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
 from outrider.rpc.messages import LearningKey
 from outrider.rpc.security import ClientTls, open_channel
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOOKS_EVERY_S = 0.5
 SOUGHT_EVERY_S = 2.0
+InUse = tuple[str, tuple[str, ...]]  # a digest, and the callers who are left out
+NOTHING: InUse = ("", ())
 FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER")  # reasons for which nothing more can be learned from a draft
 
 
@@ -31,8 +34,8 @@ class DraftLink:
     address: str
     tls: ClientTls | None
     learner: Learner
-    in_use: Callable[[], Mapping[LearningKey, tuple[str, str]]]  # digest and path, by key
-    used: dict[LearningKey, str] = field(default_factory=dict)  # what the draft has, as it said
+    in_use: Callable[[], Mapping[LearningKey, Version]]
+    used: dict[LearningKey, InUse] = field(default_factory=dict)  # what the draft has, as it said
     refused: set[str] = field(default_factory=set)  # digests
     is_there: bool = False
 
@@ -74,17 +77,18 @@ class DraftLink:
         while True:
             wanted = self.in_use()
             for key in {*wanted, *self.used}:
-                digest, path = wanted.get(key, ("", ""))
-                if digest == self.used.get(key, "") or digest in self.refused:
+                version = wanted.get(key)
+                path, wants = ("", NOTHING) if version is None else (version.path, (version.digest, version.left_out))
+                if wants == self.used.get(key, NOTHING) or wants[0] in self.refused:
                     continue
                 try:
-                    done = await put_learned(channel, *key, path)
-                    self.used[key] = done.after
+                    done = await put_learned(channel, *key, path, wants[1])
+                    self.used[key] = done.after, wants[1]
                 except InvalidArgument as error:
-                    self.refused.add(digest)
+                    self.refused.add(wants[0])
                     logger.warning("draft %s does not take %s: %s", self.address, path, error.message)
-                if not self.used.get(key):
-                    self.used.pop(key, None)
+                if self.used.get(key) == NOTHING:
+                    self.used.pop(key)
             await asyncio.sleep(LOOKS_EVERY_S)
 
     async def _look(self, channel: grpc.aio.Channel) -> None:
@@ -96,4 +100,4 @@ class DraftLink:
         if info.model.digest != self.learner.student.digest:
             own, its = self.learner.student.digest[:12], info.model.digest[:12] or "none"
             raise FailedPrecondition(f"drafts with another model, {its}, than --model, {own}", reason="OTHER_MODEL")
-        self.used = {row.key: row.digest for row in info.learned}
+        self.used = {row.key: (row.digest, row.left_out) for row in info.learned}

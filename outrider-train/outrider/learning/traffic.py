@@ -2,12 +2,13 @@
 share of all that came before, so that what is seldom is not forgotten. All of it is bounded.
 
 A text is held out by its prompt, so that what judges was never learned from, however often it comes; and what comes
-again teaches nothing."""
+again teaches nothing. Of several callers each has an equal share, however much one sends: of what is learned from,
+until its texts have been read often enough, and of what judges."""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,7 +17,9 @@ from threading import Lock
 from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, Lesson
 
 MAX_SEEN = 65_536  # texts that are known to have come
-MAX_WAITING = 256  # lessons that wait to judge
+MAX_WAITING = 64  # lessons of a caller that wait to judge
+MAX_CALLERS = 64  # the latest
+MOST_READS = 16  # of a lesson, on average: more is learned by heart
 LEAST_TOKENS = 8  # of an answer, that teaches
 
 
@@ -31,6 +34,59 @@ class PoolPlan:
 
 
 @dataclass(slots=True, eq=False)
+class CallersPart:
+    """The lessons of one caller."""
+
+    latest: deque[Lesson] = field(default_factory=deque)
+    kept: list[Lesson] = field(default_factory=list)  # an even share of all that left the latest
+    judges: deque[Lesson] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
+    is_awaited: bool = False  # others' texts wait for one of it to judge
+    num_left: int = 0  # lessons that left the latest
+    num_taken: int = 0
+    num_read: int = 0  # from batches
+    latest_bytes: int = 0
+
+    @property
+    def num_learnt_from(self) -> int:
+        """Lessons that batches are taken of."""
+        return len(self.latest) + len(self.kept)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its lessons were read often enough."""
+        return self.num_read >= MOST_READS * self.num_taken
+
+    def add(self, lesson: Lesson) -> None:
+        """One to learn from."""
+        self.num_taken += 1
+        self.latest.append(lesson)
+        self.latest_bytes += lesson.num_bytes
+
+    def age(self, most: int, dice: random.Random) -> None:
+        """The oldest of the latest gives up its place for one in an even share of all (Vitter's algorithm R), which has
+        room for so many."""
+        oldest = self.latest.popleft()
+        self.latest_bytes -= oldest.num_bytes
+        self.num_left += 1
+        if len(self.kept) < most:
+            self.kept.append(oldest)
+        elif (place := dice.randrange(self.num_left)) < most:
+            self.kept[place] = oldest
+
+    def trim(self, most: int, dice: random.Random) -> None:
+        """Keeps so many of those that left the latest."""
+        while len(self.kept) > most:
+            self.kept.pop(dice.randrange(len(self.kept)))
+
+    def sample(self, size: int, dice: random.Random) -> list[Lesson]:
+        """Of the latest, and as many of those before."""
+        count = min(size // 2, len(self.kept))
+        latest = min(size - count, len(self.latest))
+        self.num_read += latest + count
+        return dice.sample(self.latest, latest) + dice.sample(self.kept, count)
+
+
+@dataclass(slots=True, eq=False)
 class Pool:
     """The lessons of one key. Any thread may call it."""
 
@@ -40,12 +96,8 @@ class Pool:
     num_refused: int = 0  # of those that cannot be learned from
     num_again: int = 0  # that had come before
     num_tokens: int = 0  # that were drawn, of those taken
-    _latest: deque[Lesson] = field(default_factory=deque)
-    _kept: list[Lesson] = field(default_factory=list)  # an even share of all that left the latest
-    _judges: deque[Lesson] = field(default_factory=lambda: deque(maxlen=MAX_WAITING))
+    _parts: OrderedDict[str, CallersPart] = field(default_factory=OrderedDict)  # by caller, the latest last
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    _num_left: int = 0  # lessons that left the latest
-    _latest_bytes: int = 0
     _lock: Lock = field(default_factory=Lock)
     _dice: random.Random = field(init=False)
 
@@ -63,44 +115,91 @@ class Pool:
                 return
             self.num_taken += 1
             self.num_tokens += len(lesson.output_ids) - lesson.num_given
+            part = self._part(lesson.caller)
             if int.from_bytes(digest_of(lesson.prompt_ids)) % self.plan.hold_out == 0:
-                self._judges.append(lesson)
+                part.judges.append(lesson)
+                part.is_awaited = True
                 return
-            self._latest.append(lesson)
-            self._latest_bytes += lesson.num_bytes
-            while self._latest_bytes > self.plan.max_bytes // 2:
-                oldest = self._latest.popleft()
-                self._latest_bytes -= oldest.num_bytes
-                self._keep(oldest)
+            part.add(lesson)
+            self._make_room()
 
     def batch(self, size: int) -> list[Lesson]:
-        """Some to learn from: of the latest, and as many of those before."""
+        """Some to learn from. Each caller has an equal share; that of one whose lessons were read often enough goes to
+        all, by how many they have."""
         with self._lock:
-            count = min(size // 2, len(self._kept))
-            latest = min(size - count, len(self._latest))
-            return self._dice.sample(self._latest, latest) + self._dice.sample(self._kept, count)
+            parts = [part for part in self._parts.values() if part.num_learnt_from]
+            if not parts:
+                return []
+            even = self._dice.choices(parts, k=size)
+            by_number = self._dice.choices(parts, [part.num_learnt_from for part in parts], k=size)
+            shares = Counter(id(other if one.is_read else one) for one, other in zip(even, by_number, strict=True))
+            return [lesson for part in parts for lesson in part.sample(shares[id(part)], self._dice)]
 
-    def judges(self) -> list[Lesson]:
-        """Those held out that have come since the last time: each judges once."""
+    def rounds(self) -> list[list[Lesson]]:
+        """Those held out that have come since the last time, a text of every caller together: each judges once. One who
+        sends none is waited for until another's next has no room."""
+        found: list[list[Lesson]] = []
         with self._lock:
-            found = list(self._judges)
-            self._judges.clear()
+            while self._has_round():
+                found.append([part.judges.popleft() for part in self._parts.values() if part.judges])
         return found
 
     @property
-    def has_judges(self) -> bool:
+    def has_rounds(self) -> bool:
         """Whether there are any."""
-        return bool(self._judges)
+        with self._lock:
+            return self._has_round()
+
+    @property
+    def num_callers(self) -> int:
+        """That are known."""
+        return len(self._parts)
 
     @property
     def num_learnt_from(self) -> int:
         """Lessons that batches are taken of."""
-        return len(self._latest) + len(self._kept)
+        with self._lock:
+            return sum(part.num_learnt_from for part in self._parts.values())
 
     @property
     def num_bytes(self) -> int:
         """Memory that its lessons take, about."""
-        return self._latest_bytes + sum(lesson.num_bytes for lesson in (*self._kept, *self._judges))
+        with self._lock:
+            return sum(
+                part.latest_bytes + sum(lesson.num_bytes for lesson in (*part.kept, *part.judges))
+                for part in self._parts.values()
+            )
+
+    def _has_round(self) -> bool:
+        parts = self._parts.values()
+        if any(len(part.judges) == MAX_WAITING for part in parts):
+            for part in parts:
+                part.is_awaited = bool(part.judges)
+        return any(part.judges for part in parts) and all(part.judges for part in parts if part.is_awaited)
+
+    def _part(self, caller: str) -> CallersPart:
+        """A caller's; where there are too many, the one goes that sent something longest ago."""
+        part = self._parts.get(caller)
+        if part is None:
+            part = self._parts[caller] = CallersPart()
+            if len(self._parts) > MAX_CALLERS:
+                self._parts.popitem(last=False)
+            for other in self._parts.values():
+                other.trim(self._most_kept, self._dice)
+        self._parts.move_to_end(caller)
+        return part
+
+    def _make_room(self) -> None:
+        """At the cost of who has the most."""
+        parts, half = self._parts.values(), self.plan.max_bytes // 2
+        while sum(part.latest_bytes for part in parts) > half:
+            max(parts, key=lambda part: part.latest_bytes).age(self._most_kept, self._dice)
+
+    @property
+    def _most_kept(self) -> int:
+        """Lessons of a caller."""
+        longest = LESSON_BYTES + TOKEN_BYTES * self.plan.max_tokens
+        return max(1, self.plan.max_bytes // 2 // longest // len(self._parts))
 
     def _has_come(self, digest: bytes) -> bool:
         known = digest in self._seen
@@ -109,16 +208,6 @@ class Pool:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return known
-
-    def _keep(self, lesson: Lesson) -> None:
-        """An even share of all (Vitter's algorithm R), of as many lessons as there is room for."""
-        self._num_left += 1
-        longest = LESSON_BYTES + TOKEN_BYTES * self.plan.max_tokens
-        most = max(1, self.plan.max_bytes // 2 // longest)
-        if len(self._kept) < most:
-            self._kept.append(lesson)
-        elif (place := self._dice.randrange(self._num_left)) < most:
-            self._kept[place] = lesson
 
 
 def is_usable(lesson: Lesson, vocab_size: int, max_tokens: int) -> bool:

@@ -30,6 +30,7 @@ class Version:
     gain: float  # of a lesson's worth, 0 to 1, on average
     error: float  # of the judgement, at most
     made_at: float  # seconds since 1970
+    left_out: tuple[str, ...] = ()  # callers for whom the model alone drafts all the same
 
     @property
     def said(self) -> str:
@@ -76,7 +77,12 @@ class Shelf:
         try:
             said = json.loads(path.read_text("utf-8"))
             of, rows = said["model_digest"], said["live"]
-            found = {LearningKey(row.pop("target_digest"), row.pop("group")): Version(**row) for row in rows}
+            found = {
+                LearningKey(row.pop("target_digest"), row.pop("group")): Version(
+                    **{**row, "left_out": tuple(row.get("left_out", ()))}
+                )
+                for row in rows
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"folder: {path} cannot be read ({error}); allowed: what outrider learn wrote") from error
         if of != self._model_digest:

@@ -25,7 +25,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter", "media", "resumed", "fresh_seed")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter", "media", "resumed", "fresh_seed", "caller")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Open(_message.Message):
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     FRESH_SEED_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_prompt_ids: int
     num_output_ids: int
@@ -86,7 +87,8 @@ class Open(_message.Message):
     media: _containers.RepeatedCompositeFieldContainer[MediaInfo]
     resumed: bool
     fresh_seed: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaInfo, _Mapping]]] = ..., resumed: bool = ..., fresh_seed: bool = ...) -> None: ...
+    caller: str
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaInfo, _Mapping]]] = ..., resumed: bool = ..., fresh_seed: bool = ..., caller: _Optional[str] = ...) -> None: ...
 
 class MediaInfo(_message.Message):
     __slots__ = ("mime_type", "num_bytes", "sha256")

@@ -81,7 +81,7 @@ class LearnResponse(_message.Message):
     def __init__(self, lessons: _Optional[_Iterable[_Union[Lesson, _Mapping]]] = ..., num_lost: _Optional[int] = ...) -> None: ...
 
 class Lesson(_message.Message):
-    __slots__ = ("target_digest", "group", "prompt_ids", "output_ids", "num_given", "sampling", "acceptance", "seed", "completion")
+    __slots__ = ("target_digest", "group", "prompt_ids", "output_ids", "num_given", "sampling", "acceptance", "seed", "completion", "caller")
     TARGET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Lesson(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     target_digest: str
     group: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -100,17 +101,20 @@ class Lesson(_message.Message):
     acceptance: _generation_pb2.AcceptanceRule
     seed: int
     completion: int
-    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., num_given: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., completion: _Optional[int] = ...) -> None: ...
+    caller: str
+    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., num_given: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., completion: _Optional[int] = ..., caller: _Optional[str] = ...) -> None: ...
 
 class PutLearnedRequest(_message.Message):
-    __slots__ = ("target_digest", "group", "path")
+    __slots__ = ("target_digest", "group", "path", "left_out")
     TARGET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     target_digest: str
     group: str
     path: str
-    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., path: _Optional[str] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutLearnedResponse(_message.Message):
     __slots__ = ("before", "after", "load_ms", "pause_ms", "num_sequences")
@@ -127,14 +131,16 @@ class PutLearnedResponse(_message.Message):
     def __init__(self, before: _Optional[str] = ..., after: _Optional[str] = ..., load_ms: _Optional[int] = ..., pause_ms: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class LearnedDraft(_message.Message):
-    __slots__ = ("target_digest", "group", "digest")
+    __slots__ = ("target_digest", "group", "digest", "left_out")
     TARGET_DIGEST_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     target_digest: str
     group: str
     digest: str
-    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, target_digest: _Optional[str] = ..., group: _Optional[str] = ..., digest: _Optional[str] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PutVocabularyRequest(_message.Message):
     __slots__ = ("tokenizer_fingerprint", "num_bytes", "special_tokens", "data")

@@ -83,6 +83,7 @@ class Open(DraftOptions):
     media: tuple[Media, ...] = ()  # the prompt's pictures, in its order; a target's business
     resumed: bool = False  # output_ids are the client's word, and no target has let it in
     fresh_seed: bool = False  # drawn for this request alone: no other sequence had it before
+    caller: str = ""  # a digest of who asks, for a draft that learns; empty: unknown
 
     @property
     def may_recall(self) -> bool:
@@ -385,6 +386,7 @@ class Lesson:
     seed: int
     completion: int = 0
     num_given: int = 0  # of output_ids, which were given when it was opened, and taught before
+    caller: str = ""  # a digest of whose it is; empty: unknown
 
     @property
     def key(self) -> LearningKey:
@@ -404,6 +406,7 @@ class LearnedDraft:
     target_digest: str
     group: str
     digest: str  # of the weights and the draft's model together
+    left_out: tuple[str, ...] = ()  # callers for whom the model alone drafts all the same
 
     @property
     def key(self) -> LearningKey:
@@ -572,7 +575,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("first_chain", message.first_chain, 0, MAX_INT32)  # numbers that grow from it fit the field
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
     message.check_draft_options(found)
-    for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint", "adapter"):
+    for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint", "adapter", "caller"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     if found.length("methods", message.methods, MAX_METHODS):
         for index, method in enumerate(message.methods):

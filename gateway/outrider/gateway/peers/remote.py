@@ -96,11 +96,13 @@ async def lessons_of(channel: grpc.aio.Channel) -> AsyncIterator[tuple[list[Less
         raise from_rpc_error(error) from error
 
 
-async def put_learned(channel: grpc.aio.Channel, target_digest: str, group: str, path: str) -> PutLearned:
-    """Has a draft's sequences of one target and group be drafted for by a folder's adapter (empty: by the model alone).
-    Raises OutriderError."""
+async def put_learned(
+    channel: grpc.aio.Channel, target_digest: str, group: str, path: str, left_out: Sequence[str] = ()
+) -> PutLearned:
+    """Has a draft's sequences of one target and group be drafted for by a folder's adapter (empty: by the model alone),
+    but for callers who are `left_out`. Raises OutriderError."""
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    asked = draft_pb2.PutLearnedRequest(target_digest=target_digest, group=group, path=path)
+    asked = draft_pb2.PutLearnedRequest(target_digest=target_digest, group=group, path=path, left_out=left_out)
     return PUT_LEARNED.decode(await _answer(stub.PutLearned(asked)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from outrider.rpc.words.checks import Checks
@@ -165,6 +166,11 @@ class GenerationRequest:
         """Whose share of the room it takes: its credential's, else its salt's, else its host's."""
         named = (("caller", self.caller), ("salt", self.salt), ("peer", self.peer))
         return next((f"{kind} {name}" for kind, name in named if name), "")
+
+    @property
+    def account_digest(self) -> str:
+        """By which the account is known to services that need not know it; empty where there is none."""
+        return sha256(self.account.encode("utf-8", "surrogatepass")).hexdigest()[:16] if self.account else ""
 
     @property
     def max_tokens_given(self) -> bool:
