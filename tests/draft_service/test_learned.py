@@ -258,10 +258,10 @@ async def running(model: Path) -> AsyncIterator[Running]:
 async def test_it_is_put_in_use_told_and_taken_back(running: Running, learned: Path, model: Path) -> None:
     info = await DRAFT_SERVICE.get_info(running.channel)
     assert info.learned == () and [method.learns for method in info.methods if method.name == "draft_model"] == [True]
-    done = await put_learned(running.channel, TARGET, "", str(learned))
+    done = await put_learned(running.channel, TARGET, "", str(learned), ["b", "a"])
     assert (done.before, done.num_sequences) == ("", 0) and done.after
     (row,) = (await DRAFT_SERVICE.get_info(running.channel)).learned
-    assert (row.target_digest, row.group, row.digest) == (TARGET, "", done.after)
+    assert (row.target_digest, row.group, row.digest, row.left_out) == (TARGET, "", done.after, ("a", "b"))
     back = await put_learned(running.channel, TARGET, "", "")
     assert (back.before, back.after) == (done.after, "")
     assert (await DRAFT_SERVICE.get_info(running.channel)).learned == ()
@@ -294,6 +294,9 @@ async def test_what_cannot_be_used_is_told_by_name_and_the_old_one_drafts(
     ):
         with pytest.raises(OutriderError, match=said):
             await put_learned(running.channel, digest, group, path)
+    for left_out, said in ((["c"] * 65, "left_out: has 65 entries"), (["c", ""], r"left_out\[1\]: is empty")):
+        with pytest.raises(OutriderError, match=said):
+            await put_learned(running.channel, TARGET, "", str(learned), left_out)
     (row,) = (await DRAFT_SERVICE.get_info(running.channel)).learned
     assert row.digest == before.after
 

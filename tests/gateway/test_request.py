@@ -95,6 +95,17 @@ SUFFIX, MODEL = DraftMethod("suffix", learns=True), DraftMethod("draft_model")
 BLOCK, COUPLED, REJECTION = AcceptanceRule.BLOCK, AcceptanceRule.COUPLED, AcceptanceRule.REJECTION
 
 
+async def test_a_draft_is_told_by_a_digest_whose_a_sequence_is() -> None:
+    served, found = Served(toy_tokenizer(), target_info(), draft_info(), 4), []
+    request = GenerationRequest(token_ids=(7,), sampling=SamplingParams())
+    alice = replace(request, caller="alice")
+    asking = alice, replace(alice, salt="s"), replace(request, caller="bob"), replace(request, peer="10.0.0.1"), request
+    for request in asking:
+        found.append((await prepare(request, served)).open(0, 0, "").caller)
+    assert found[0] == found[1] and len(set(found)) == 4 and found[4] == ""
+    assert all(len(one) == 16 and "alice" not in one for one in found[:4])
+
+
 @pytest.mark.parametrize(
     ("seed", "asked", "rule"),
     [

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,8 @@ async def test_lessons_come_of_all_that_a_target_answers_and_what_is_in_use_is_p
             await until(lambda: learned_of(served.draft))
             (row,) = (await DRAFT_SERVICE.get_info(served.to_draft)).learned
             assert (row.target_digest, row.digest) == (digest, version.digest)
+            learner.shelf.put(pupil.key, replace(version, left_out=("c",)))
+            await until(lambda: served.draft.engine.model.learned.rows()[0].left_out == ("c",))
             learner.shelf.put(pupil.key, None)
             await until(lambda: not learned_of(served.draft))
     await served.settled()

@@ -16,6 +16,7 @@ from outrider.draft_service.metrics import DraftMetrics
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.request_metrics import measure
+from outrider.learning.learner import Watches
 from outrider.learning.metrics import LearnerMetrics
 from outrider.rpc.messages import LearningKey, ModelInfo
 from outrider.rpc.metrics import Metrics
@@ -62,7 +63,9 @@ def declared() -> dict[str, str]:
     gateway = measure(GenerationEngine(toy_tokenizer(), ToyTarget(), ToyDraft()), gen_ai_names=True)
     found: dict[str, str] = {}
     pool = SimpleNamespace(num_taken=0, num_refused=0, num_again=0, num_tokens=0)
-    pupil = SimpleNamespace(key=LearningKey("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0)
+    pupil = SimpleNamespace(
+        key=LearningKey("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0, callers=Watches()
+    )
     learner: Any = SimpleNamespace(pupils=lambda: [pupil], num_lost=0, num_promoted=0, num_taken_back=0)
     for metrics in (gateway, target, draft, LearnerMetrics(learner)):
         found |= _declared_by(metrics)

@@ -107,7 +107,7 @@ def _what(info: Any) -> str:
         if isinstance(info, TargetInfo) and info.adapters:
             said.append(f"adapters {', '.join(adapter.name for adapter in info.adapters)}")
         if isinstance(info, DraftInfo) and info.learned:
-            said.append(f"learned {', '.join(one.digest[:12] for one in info.learned)}")
+            said.append(f"learned {', '.join(one.said for one in info.learned)}")
     else:
         how = ", ".join(info.methods) or "no draft"
         said += [info.target.name, how, f"{info.num_draft_tokens} drafted tokens a round"]

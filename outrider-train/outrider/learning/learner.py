@@ -69,7 +69,7 @@ class Judged(NamedTuple):
 class Watches:
     """Of each of several callers, whether what is in use drafts its texts worse than the model alone."""
 
-    left_out: set[str] = field(default_factory=set)  # for whom it does
+    left_out: dict[str, None] = field(default_factory=dict)  # for whom it does, in the order in which that was found
     _trials: OrderedDict[str, Trial] = field(default_factory=OrderedDict)
 
     def begin(self) -> None:
@@ -85,10 +85,14 @@ class Watches:
         verdict = trial.add(better, than)
         if verdict is not Verdict.OPEN:
             self._trials.pop(caller)
-        if verdict is Verdict.BETTER:
-            self.left_out ^= {caller}
+        if verdict is Verdict.BETTER and is_out:
+            del self.left_out[caller]
+        elif verdict is Verdict.BETTER:
+            self.left_out[caller] = None
         while len(self._trials) > MAX_CALLERS:
             self._trials.popitem(last=False)
+        while len(self.left_out) > MAX_CALLERS:
+            del self.left_out[next(iter(self.left_out))]
         return verdict is Verdict.BETTER
 
 
@@ -305,7 +309,7 @@ class Learner:
             return
         pupil = self._pupils[key] = self._new(key, state)
         pupil.live, pupil.watch = state, self._new_trial()
-        pupil.callers.left_out = set(version.left_out)
+        pupil.callers.left_out = dict.fromkeys(version.left_out)
 
 
 def mean_of(judged: Sequence[Judged], name: str) -> float:

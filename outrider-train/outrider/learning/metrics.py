@@ -43,6 +43,10 @@ class LearnerMetrics(Metrics):
             lambda: [(labels_of(one), one.loss) for one in learner.pupils()],
         )  # fmt: skip
         self.read_labelled(
+            GaugeMetricFamily, "callers_left_out", "For whom the model alone drafts all the same", LABELS,
+            lambda: [(labels_of(one), len(one.callers.left_out)) for one in learner.pupils()],
+        )  # fmt: skip
+        self.read_labelled(
             GaugeMetricFamily, "acceptance", "Of lessons held out, in shadow, by what drafts", (*LABELS, "by"), worths
         )
         self.read_counter("lost", "Lessons that drafts gave up, since nobody took them", lambda: learner.num_lost)

@@ -409,6 +409,11 @@ class LearnedDraft:
     left_out: tuple[str, ...] = ()  # callers for whom the model alone drafts all the same
 
     @property
+    def said(self) -> str:
+        """In a word or two."""
+        return self.digest[:12] + (f" (but for {len(self.left_out)} callers)" if self.left_out else "")
+
+    @property
     def key(self) -> LearningKey:
         """For whom it drafts."""
         return LearningKey(self.target_digest, self.group)
