@@ -63,10 +63,27 @@ def test_what_is_no_better_is_promoted_as_seldom_as_is_said(spread: float) -> No
         verdict = Verdict.OPEN
         while verdict is Verdict.OPEN:
             difference = dice.choice((-spread, spread))
-            verdict = trial.add(max(0.0, difference), max(0.0, -difference))
+            verdict = trial.add((max(0.0, difference), max(0.0, -difference)))
         promoted += verdict is Verdict.BETTER
     print(f"{promoted} of {runs}")
     assert promoted <= ERROR * runs + 3 * (ERROR * runs) ** 0.5
+
+
+def test_what_is_better_for_one_caller_at_anothers_cost_is_no_better() -> None:
+    """A text of each is a round, whose differences are 0 on average, though not of each."""
+    dice, runs, gains = random.Random(7), 1000, (0.6, -0.1, -0.2, -0.3)
+    promoted = 0
+    for _ in range(runs):
+        trial, verdict = Trial(ERROR, most=300), Verdict.OPEN
+        while verdict is Verdict.OPEN:
+            verdict = trial.add(*((max(0.0, gain), max(0.0, -gain) + dice.uniform(-0.2, 0.2)) for gain in gains))
+        promoted += verdict is Verdict.BETTER
+    assert promoted <= ERROR * runs + 3 * (ERROR * runs) ** 0.5
+
+
+def test_a_round_of_many_callers_tells_as_much_as_as_many_texts() -> None:
+    trial = Trial(0.01)
+    assert trial.add(*((0.7, 0.5) for _ in range(50))) is Verdict.BETTER and trial.num_lessons == 50
 
 
 def test_what_is_better_is_promoted_soon_and_what_is_worse_is_not() -> None:
@@ -74,6 +91,6 @@ def test_what_is_better_is_promoted_soon_and_what_is_worse_is_not() -> None:
     for gain, expected in ((0.15, Verdict.BETTER), (-0.15, Verdict.NO_BETTER)):
         trial, verdict = Trial(0.01), Verdict.OPEN
         while verdict is Verdict.OPEN:
-            verdict = trial.add(0.5 + gain + dice.uniform(-0.2, 0.2), 0.5)
+            verdict = trial.add((0.5 + gain + dice.uniform(-0.2, 0.2), 0.5))
         assert verdict is expected and trial.num_lessons < 120
         assert trial.mean_gain == pytest.approx(gain, abs=0.05)

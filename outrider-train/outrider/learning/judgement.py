@@ -91,18 +91,29 @@ class Trial:
     _for: list[float] = field(default_factory=lambda: [1.0] * len(STAKES))
     _against: list[float] = field(default_factory=lambda: [1.0] * len(STAKES))
 
-    def add(self, new: float, old: float) -> Verdict:
-        """What one lesson was worth with each, 0 to 1."""
-        difference = new - old
-        self.num_lessons += 1
-        self.gain += difference
-        self._for = [held * (1 + stake * difference) for held, stake in zip(self._for, STAKES, strict=True)]
-        self._against = [held * (1 - stake * difference) for held, stake in zip(self._against, STAKES, strict=True)]
+    def add(self, *worths: tuple[float, float]) -> Verdict:
+        """What lessons were worth with each, 0 to 1: one, or one of each of several callers, who then weigh the same.
+        It holds of their mean, too: where that is no better, the product of what they bring is no more than 1 on
+        average."""
+        for new, old in worths:
+            self._bet(new, old)
+        return self.verdict
+
+    @property
+    def verdict(self) -> Verdict:
+        """By what was added."""
         if self.evidence >= 1 / self.error:
             return Verdict.BETTER
         if sum(self._against) / len(STAKES) >= 1 / self.error or self.num_lessons >= self.most:
             return Verdict.NO_BETTER
         return Verdict.OPEN
+
+    def _bet(self, new: float, old: float) -> None:
+        difference = new - old
+        self.num_lessons += 1
+        self.gain += difference
+        self._for = [held * (1 + stake * difference) for held, stake in zip(self._for, STAKES, strict=True)]
+        self._against = [held * (1 - stake * difference) for held, stake in zip(self._against, STAKES, strict=True)]
 
     @property
     def evidence(self) -> float:

@@ -82,7 +82,7 @@ class Watches:
         trial = self._trials.setdefault(caller, new_trial())
         self._trials.move_to_end(caller)
         better, than = (judged.live, judged.alone) if is_out else (judged.alone, judged.live)
-        verdict = trial.add(better, than)
+        verdict = trial.add((better, than))
         if verdict is not Verdict.OPEN:
             self._trials.pop(caller)
         if verdict is Verdict.BETTER and is_out:
@@ -207,14 +207,11 @@ class Learner:
             for name in WORTHS:
                 pupil.note(name, mean_of(found, name))
             users = [row for row in found if row.caller not in pupil.callers.left_out]
-            if users and self._falls_behind(pupil, mean_of(users, "alone"), mean_of(users, "live")):
+            if self._falls_behind(pupil, [(row.alone, row.live) for row in users]):
                 self._take_back(pupil)
                 return
-            verdict = (
-                Verdict.OPEN
-                if candidate is None
-                else pupil.trial.add(mean_of(found, "candidate"), mean_of(found, "live"))
-            )
+            against = [] if candidate is None else [(row.candidate, row.live) for row in found]
+            verdict = pupil.trial.add(*against)
             if candidate is not None and verdict is Verdict.BETTER:
                 self._promote(pupil, candidate)
             if verdict is not Verdict.OPEN:
@@ -231,10 +228,10 @@ class Learner:
             left_out = tuple(sorted(pupil.callers.left_out))
             self._change(pupil, replace(version, left_out=left_out), f"callers that are left out: {len(left_out)}")
 
-    def _falls_behind(self, pupil: Pupil, alone: float, live: float) -> bool:
+    def _falls_behind(self, pupil: Pupil, worths: Sequence[tuple[float, float]]) -> bool:
         """Whether the model alone is better than what is in use. That is judged anew again and again: what was good for
         long may fall behind."""
-        verdict = Verdict.OPEN if pupil.watch is None else pupil.watch.add(alone, live)
+        verdict = Verdict.OPEN if pupil.watch is None else pupil.watch.add(*worths)
         if verdict is Verdict.NO_BETTER:
             pupil.watch = self._new_trial()
         return verdict is Verdict.BETTER

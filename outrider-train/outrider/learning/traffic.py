@@ -17,7 +17,7 @@ from threading import Lock
 from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, Lesson
 
 MAX_SEEN = 65_536  # texts that are known to have come
-MAX_WAITING = 64  # lessons of a caller that wait to judge
+MAX_WAITING = 32  # lessons of a caller that wait to judge
 MAX_CALLERS = 64  # the latest
 MOST_READS = 16  # of a lesson, on average: more is learned by heart
 LEAST_TOKENS = 8  # of an answer, that teaches
@@ -171,6 +171,7 @@ class Pool:
             )
 
     def _has_round(self) -> bool:
+        """Whether all who are awaited have sent a text to judge; they are not where another's next has no room."""
         parts = self._parts.values()
         if any(len(part.judges) == MAX_WAITING for part in parts):
             for part in parts:
