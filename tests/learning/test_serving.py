@@ -173,7 +173,12 @@ def put(learner: Learner, key: LearningKey, seed: int) -> Version:
 async def test_lessons_come_of_all_that_a_target_answers_and_what_is_in_use_is_put_there(
     served: Deployment, student: Student, tmp_path: Path
 ) -> None:
-    served.draft.engine.lessons.take()  # of the tests before
+    waiting = served.draft.engine.lessons
+    waiting.take()  # of the tests before
+    await ask(served, 299, 1.0, 4)
+    await until(lambda: waiting.num_bytes > 0)
+    ((lesson,), _) = waiting.take()
+    assert len(lesson.caller) == 16, "whose it is"
     with learning(student, tmp_path) as learner:
         async with linked(learner, served.draft.server.address):
             for number in range(6):
