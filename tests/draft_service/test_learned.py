@@ -134,9 +134,10 @@ def test_a_salts_sequences_alone_are_drafted_for_by_what_it_taught(folders: dict
 
 def test_a_caller_who_is_left_out_is_drafted_for_by_the_model_alone(folders: dict[str, Path]) -> None:
     learning, plain = Learning(), drafted(DraftHarness(loaded=decoder()), asked())
-    learning.put(folders["first"], KEY, ["b"])
-    for caller in ("", "a", "b"):
-        assert (drafted(learning.draft, asked(caller=caller)) == plain) is (caller == "b")
+    for left_out in ("b", ""):  # and those who are unknown
+        learning.put(folders["first"], KEY, [left_out])
+        for caller in ("", "a", "b"):
+            assert (drafted(learning.draft, asked(caller=caller)) == plain) is (caller == left_out)
     (lesson,) = learning.lessons_from(asked(caller="b"))
     assert lesson.caller == "b", "it teaches all the same"
 
@@ -294,7 +295,7 @@ async def test_what_cannot_be_used_is_told_by_name_and_the_old_one_drafts(
     ):
         with pytest.raises(OutriderError, match=said):
             await put_learned(running.channel, digest, group, path)
-    for left_out, said in ((["c"] * 65, "left_out: has 65 entries"), (["c", ""], r"left_out\[1\]: is empty")):
+    for left_out, said in ((["c"] * 65, "left_out: has 65 entries"), (["", "c" * 300], r"left_out\[1\]: has 300")):
         with pytest.raises(OutriderError, match=said):
             await put_learned(running.channel, TARGET, "", str(learned), left_out)
     (row,) = (await DRAFT_SERVICE.get_info(running.channel)).learned

@@ -17,7 +17,7 @@ from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.batch import PreparedAdapter
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, one_line
-from outrider.rpc.messages import LearnedDraft, LearningKey, PutLearned
+from outrider.rpc.messages import MAX_NAME_CHARS, LearnedDraft, LearningKey, PutLearned
 
 if TYPE_CHECKING:
     from outrider.draft_service.engine import DraftEngine
@@ -93,7 +93,7 @@ def _check(key: LearningKey, path: str, left_out: Sequence[str]) -> None:
         found.add("path", f"has {len(path)} characters", f"a folder's path, at most {MAX_PATH}, none of them NUL")
     if found.length("left_out", left_out, MAX_LEFT_OUT):
         for index, caller in enumerate(left_out):
-            found.text(f"left_out[{index}]", caller, MAX_DIGEST, empty=False)
+            found.text(f"left_out[{index}]", caller, MAX_NAME_CHARS)
     found.raise_if_any()
 
 
