@@ -51,8 +51,8 @@ class VllmRow(Row):
 
     @property
     def num_words(self) -> range:
-        """So many that a prompt has a block."""
-        return range(90, 100)
+        """So many that a prompt has a block where each is a token."""
+        return range(128, 136)
 
 
 def vllm_rows(strength: int, seed: int = 0) -> tuple[VllmRow, ...]:
