@@ -19,7 +19,6 @@ from support.engines import GREEDY, SAMPLED, DraftHarness, commit, credit, new_o
 from support.models import build_decoder, save_tiny, tiny_config, tiny_hf_model, tiny_state, train_byte_level
 
 from outrider.draft_service import boot
-from outrider.draft_service.lessons import MAX_TOKENS, SALTED, UNSALTED, Lessons, group_of
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.adapters.loader import WEIGHTS_NAME, load_adapter
 from outrider.engine.adapters.resident import AdapterRoom
@@ -28,7 +27,17 @@ from outrider.engine.loader import LoadedModel
 from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned, reload_model
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import LESSON_BYTES, Close, DraftTokens, LearningKey, Lesson, Open, TokenWeights
+from outrider.rpc.learning.lessons import MAX_TOKENS, SALTED, UNSALTED, Lessons, group_of
+from outrider.rpc.messages import (
+    LESSON_BYTES,
+    Close,
+    DraftTokens,
+    LearningKey,
+    LearningNews,
+    Lesson,
+    Open,
+    TokenWeights,
+)
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.rpc.words.structured import StructuredOutput
 
@@ -305,11 +314,13 @@ async def test_what_cannot_be_used_is_told_by_name_and_the_old_one_drafts(
 async def test_the_latest_learner_has_the_lessons(running: Running) -> None:
     given = Lesson(TARGET, "", (1, 2), (3, 4), SAMPLED, COUPLED, seed=2**63 + 1, completion=3, num_given=1)
     first = lessons_of(running.channel)
-    assert await anext(first) == ([], 0)
+    info = await DRAFT_SERVICE.get_info(running.channel)
+    begin = LearningNews(model_digest=info.model.digest)
+    assert await anext(first) == begin and begin.model_digest
     running.service.engine.lessons.add(given)
-    assert await anext(first) == ([given], 0)
+    assert await anext(first) == LearningNews((given,))
     second = lessons_of(running.channel)
-    assert await anext(second) == ([], 0)
+    assert await anext(second) == begin
     with pytest.raises(OutriderError, match="another learner asked after this one"):
         await anext(first)
     for _ in range(70):
@@ -317,7 +328,7 @@ async def test_the_latest_learner_has_the_lessons(running: Running) -> None:
     found = 0
     async with asyncio.timeout(30):
         while found < 70:
-            found += len((await anext(second))[0])
+            found += len((await anext(second)).lessons)
     running.service.servicer.drain()
     with pytest.raises(StopAsyncIteration):
         await anext(second)

@@ -41,7 +41,7 @@ from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.rpc.errors import Internal, OutriderError
 from outrider.rpc.status import from_rpc_error, from_status
 from outrider.rpc.words.sampling_params import PARAMETERS
-from outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
+from outrider.v1 import common_pb2, draft_pb2, generation_pb2, learning_pb2, target_pb2
 
 pytestmark = pytest.mark.timeout(900)
 AT_ONCE = 12  # requests
@@ -338,15 +338,18 @@ async def test_queries(unharmed: Deployment) -> None:
 
 # Bytes that are no message, to every method; and the methods beside the streams.
 GARBAGE = [b"\xff", b"\x0a", b"\x0a\x05x", b"\x0a\x01\xff", b"\x08" + b"\xff" * 20, b"\0" * 64, bytes(range(256))]
-CHANNELS = {"TargetService": "to_target", "DraftService": "to_draft", "GenerationService": "to_gateway"}
+CHANNELS = {
+    "TargetService": "to_target", "DraftService": "to_draft", "LearningService": "to_draft",
+    "GenerationService": "to_gateway",
+}  # fmt: skip
 METHODS: dict[str, Any] = {  # with the message that each takes
     f"{service.name}/{method.name}": method.input_type
-    for file in (target_pb2, draft_pb2, generation_pb2)
+    for file in (target_pb2, draft_pb2, learning_pb2, generation_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
 TRIED_ABOVE = {"TargetService/Verify", "DraftService/Propose", "GenerationService/Generate"}
-LEARN = "DraftService/Learn"  # which has no end
+LEARN = "LearningService/Learn"  # which has no end
 SLOW = {"DraftService/PutVocabulary", "DraftService/ReloadModel", "TargetService/ReloadWeights"}
 LOAD, UNLOAD = "TargetService/LoadAdapter", "TargetService/UnloadAdapter"
 

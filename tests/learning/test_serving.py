@@ -19,7 +19,6 @@ from support.deployment import Deployment, deployed
 from support.fakes import until
 
 from outrider.draft_service import boot
-from outrider.draft_service.lessons import UNSALTED, group_of
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE, put_learned
 from outrider.learning.learner import Learner, LearnerPlan, run
@@ -28,6 +27,7 @@ from outrider.learning.student import Student, StudentPlan
 from outrider.learning.traffic import PoolPlan
 from outrider.learning.versions import Shelf, Version
 from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.learning.lessons import UNSALTED, group_of
 from outrider.rpc.messages import LearningKey
 
 PLAN = LearnerPlan(PoolPlan(hold_out=3), candidate_steps=8, error=0.2, window=4)

@@ -10,12 +10,12 @@ import torch
 from support.engines import DraftHarness, commit, credit, new_open
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_service.lessons import UNSALTED
 from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.loader import load_model
 from outrider.engine.random import RandomAhead, RandomKey, RandomRange, noise_source
 from outrider.kernels.verify.reference import coupled_choice
+from outrider.rpc.learning.lessons import UNSALTED
 from outrider.rpc.messages import DraftTokens, Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 

@@ -10,8 +10,6 @@ import grpc
 
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
-from outrider.draft_service.learned import LearnedAdapters
-from outrider.draft_service.lessons import Teaching
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
@@ -28,6 +26,8 @@ from outrider.proposers.reencoded_text import ReencodedText
 from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
+from outrider.rpc.learning.learned import LearnedAdapters
+from outrider.rpc.learning.lessons import Teaching
 from outrider.rpc.messages import Open
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
@@ -53,7 +53,7 @@ class ModelMethod:
     grammars: DraftGrammars | None = None  # over its own ids, where it has a tokenizer
     adapters: Mapping[str, PreparedAdapter] = field(default_factory=dict)  # its own, by the names of the target's
     step_costs: StepProfile = ()  # of a drafted token, by sequences; empty: not measured
-    learned: LearnedAdapters = field(default_factory=LearnedAdapters)  # of what others of a key were answered
+    learned: LearnedAdapters[PreparedAdapter] = field(default_factory=LearnedAdapters)  # of others of a key
 
     @property
     def name(self) -> str:

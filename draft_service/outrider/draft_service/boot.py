@@ -15,9 +15,8 @@ import torch
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
-from outrider.draft_service.learned import LearnedAdapters
+from outrider.draft_service.learned import ModelsLearned
 from outrider.draft_service.observer import DraftEngineCommand
-from outrider.draft_service.promotion import LearnedDrafts
 from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
@@ -37,6 +36,9 @@ from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
 from outrider.rpc.engine_service import EngineService, build_service, info_of, this_machine
 from outrider.rpc.hub import locate
+from outrider.rpc.learning.learned import LearnedAdapters
+from outrider.rpc.learning.promotion import LearnedDrafts
+from outrider.rpc.learning.servicer import Taught
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.rpc.reloads import OneReload
 from outrider.rpc.settings import usable_threads
@@ -82,8 +84,9 @@ async def start(settings: DraftSettings) -> DraftService:
     reloads = new_reloads(settings, engine, thread, info.model, one)
     servicer = DraftServicer(thread, outboxes, info, reloads, new_vocabularies(settings, methods))
     if settings.learn_from:
-        learned = LearnedDrafts(engine, thread, one, lambda: servicer.model.digest, servicer.tell_learned)
-        servicer.teach(engine.lessons, learned)
+        learns = ModelsLearned(engine, lambda: servicer.model.digest)
+        learned = LearnedDrafts(lambda: learns, thread, one, servicer.tell_learned)
+        servicer.learning.taught = Taught(engine.lessons, learned, learns.model_digest)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
     if reloads is not None:

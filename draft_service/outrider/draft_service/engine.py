@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
-from outrider.draft_service.lessons import Lessons
 from outrider.draft_service.observer import DraftEngineCommand, DraftObserver
 from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftingScheduler
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
@@ -26,6 +25,7 @@ from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.tree import GrowingTree
 from outrider.rpc.errors import DeadlineExceeded, OutriderError, unexpected
+from outrider.rpc.learning.lessons import Lessons
 from outrider.rpc.messages import (
     Close,
     Closed,

@@ -1,67 +1,42 @@
-"""The low-rank weights that draft for some sequences in place of the model alone: they were learned from others of the
-same key."""
+"""The low-rank weights of a draft's model that were learned: how they are read, and put in use."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.engine.adapters.loader import load_adapter
 from outrider.engine.batch import PreparedAdapter
-from outrider.rpc.messages import LearnedDraft, LearningKey
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import LearningKey
 
 if TYPE_CHECKING:
-    from outrider.draft_service.lessons import Teaching
+    from outrider.draft_service.engine import DraftEngine
+    from outrider.rpc.learning.learned import LearnedAdapters
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedAdapter:
-    """Weights, and the callers for whom the model alone drafts all the same."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelsLearned:
+    """Those of an engine's present model."""
 
-    adapter: PreparedAdapter
-    left_out: frozenset[str] = frozenset()
+    engine: DraftEngine
+    model_digest: Callable[[], str]
 
+    @property
+    def learned(self) -> LearnedAdapters[PreparedAdapter]:
+        """Those in use."""
+        return self.engine.model.learned
 
-class LearnedAdapters:
-    """Those in use, by key: the most that there may be, of which the one goes that was wanted longest ago. Belongs to
-    the device thread."""
+    def load_learned(self, folder: Path) -> PreparedAdapter:
+        """Reads a folder in PEFT's layout. Raises FailedPrecondition, and UnsupportedAdapter."""
+        runner = self.engine.model.proposer.runner
+        if runner.adapters is None:
+            raise FailedPrecondition("path: this draft's model has no room for learned weights", reason="NO_ROOM")
+        most_rank = runner.adapters.room.max_rank
+        return runner.adapters.prepare(load_adapter(folder, runner.model, self.model_digest(), most_rank=most_rank))
 
-    def __init__(self, most: int = 0) -> None:
-        self.most = most
-        self._adapters: OrderedDict[LearningKey, LearnedAdapter] = OrderedDict()
-
-    def get(self, teaching: Teaching | None) -> PreparedAdapter | None:
-        """What drafts for a sequence; None: the model alone."""
-        found = None if teaching is None else self._adapters.get(teaching.key)
-        if teaching is None or found is None or teaching.caller in found.left_out:
-            return None
-        self._adapters.move_to_end(teaching.key)
-        return found.adapter
-
-    def digest(self, key: LearningKey) -> str:
-        """Of what is in use; empty: the model alone is."""
-        found = self._adapters.get(key)
-        return "" if found is None else found.adapter.digest
-
-    def put(
-        self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Collection[str] = ()
-    ) -> set[LearningKey]:
-        """Lets one draft, but for callers who are left out, or the model alone. Returns the keys for which another
-        drafts now."""
-        changed = {key}
-        self._adapters.pop(key, None)
-        if adapter is not None:
-            self._adapters[key] = LearnedAdapter(adapter, frozenset(left_out))
-        while len(self._adapters) > self.most:
-            changed.add(self._adapters.popitem(last=False)[0])
-        return changed
-
-    def rows(self) -> tuple[LearnedDraft, ...]:
-        """What is told of them."""
-        return tuple(
-            LearnedDraft(*key, one.adapter.digest, tuple(sorted(one.left_out))) for key, one in self._adapters.items()
-        )
-
-    def __len__(self) -> int:
-        return len(self._adapters)
+    def put_learned(self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Collection[str] = ()) -> int:
+        """Between two steps, on the device thread; how many open sequences go on so."""
+        return self.engine.put_learned(key, adapter, left_out)

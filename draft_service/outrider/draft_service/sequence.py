@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.draft_service.grammar import DraftGrammar
-from outrider.draft_service.lessons import Teaching
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
@@ -28,6 +27,7 @@ from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, Dr
 from outrider.proposers.draft_text import DraftText
 from outrider.proposers.tree import GrowingTree
 from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.learning.lessons import Teaching
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens
 
 SequenceKey = tuple[int, int]  # stream number, sequence id

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft_service.vocabularies import MAX_BYTES, Vocabularies
-from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, LESSON, PUT_LEARNED, RELOADED
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, RELOADED
 from outrider.rpc.errors import FailedPrecondition, PermissionDenied, Unavailable
+from outrider.rpc.learning.servicer import LearningServicer
 from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftCommand,
     DraftInfo,
     LearnedDraft,
-    LearningKey,
     ModelInfo,
     Open,
     validate_commit,
@@ -30,14 +28,10 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 if TYPE_CHECKING:
     from outrider.draft_service.admission import ModelMethod
-    from outrider.draft_service.lessons import Lessons
-    from outrider.draft_service.promotion import LearnedDrafts
     from outrider.draft_service.reload import Reloads
 
 # Ids and lengths are the target's: what the draft itself cannot hold is no client error, and the engine's to judge.
 _ANY_ID, _ANY_LENGTH = 2**32 - 1, 2**31 - 1
-LESSONS_AT_ONCE = 32  # in a message
-LESSONS_EVERY_S = 0.2
 
 
 class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
@@ -56,9 +50,7 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
         """Without `reloads` a model stays as long as its service; without `vocabularies` it takes none."""
         super().__init__(thread, outboxes)
         self._info, self._reloads, self._vocabularies = info, reloads, vocabularies
-        self._lessons: Lessons | None = None
-        self._learned: LearnedDrafts | None = None
-        self._learner = 0  # the number of the latest
+        self.learning = LearningServicer(self.role, lambda: self._draining)
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -87,35 +79,6 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
         if self._draining:
             raise Unavailable("the service is draining", reason="DRAINING")
         return RELOADED.encode(await self._reloads.reload(request.model))
-
-    def teach(self, lessons: Lessons, learned: LearnedDrafts) -> None:
-        """Lets others learn from ended sequences, and what they learned draft."""
-        self._lessons, self._learned = lessons, learned
-
-    async def Learn(self, request: Any, context: Any) -> AsyncIterator[draft_pb2.LearnResponse]:
-        """Hands out lessons until another learner asks, or the service drains."""
-        if self._lessons is None:
-            raise PermissionDenied("the draft was not started with --learn-from")
-        self._learner = turn = self._learner + 1
-        yield draft_pb2.LearnResponse()
-        while not self._draining:
-            if turn != self._learner:
-                raise FailedPrecondition("another learner asked after this one", reason="ANOTHER_LEARNER")
-            lessons, num_lost = self._lessons.take()
-            for start in range(0, len(lessons), LESSONS_AT_ONCE):
-                part = lessons[start : start + LESSONS_AT_ONCE]
-                yield draft_pb2.LearnResponse(lessons=[LESSON.encode(lesson) for lesson in part], num_lost=num_lost)
-                num_lost = 0
-            await asyncio.sleep(LESSONS_EVERY_S)
-
-    async def PutLearned(self, request: Any, context: Any) -> draft_pb2.PutLearnedResponse:
-        """Lets what was learned draft."""
-        if self._learned is None:
-            raise PermissionDenied("the draft was not started with --learn-from")
-        if self._draining:
-            raise Unavailable("the service is draining", reason="DRAINING")
-        key = LearningKey(request.target_digest, request.group)
-        return PUT_LEARNED.encode(await self._learned.put(key, request.path, tuple(request.left_out)))
 
     @property
     def model(self) -> ModelInfo:
@@ -150,3 +113,4 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
     def register(self, server: Any) -> None:
         """Adds itself to a grpc.aio server."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+        self.learning.register(server)

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from outrider.draft_service.lessons import SALTED, UNSALTED
 from outrider.draft_service.shares import weights_of
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
+from outrider.rpc.learning.lessons import SALTED, UNSALTED
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
 from outrider.rpc.words.request import split_methods
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned
+from outrider.gateway.peers.remote import lessons_of, put_learned
 from outrider.learning.learner import Learner
 from outrider.learning.versions import Version
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
-from outrider.rpc.messages import LearningKey
+from outrider.rpc.messages import LearningKey, LearningNews
 from outrider.rpc.security import ClientTls, open_channel
-from outrider.rpc.status import from_rpc_error
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +54,15 @@ class DraftLink:
             await asyncio.sleep(SOUGHT_EVERY_S)
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
-        await self._look(channel)
+        stream = lessons_of(channel)
+        if (first := await anext(stream, None)) is None:
+            return  # it drains
+        self._check(first)
         keeping = asyncio.create_task(self._keep_up(channel))
+        self.is_there = True
         try:
-            async for lessons, num_lost in lessons_of(channel):
-                self.is_there = True
-                if lessons or num_lost:
-                    await asyncio.to_thread(self.learner.take, lessons, num_lost)
+            async for news in stream:
+                await asyncio.to_thread(self.learner.take, news.lessons, news.num_lost)
                 if keeping.done():
                     break
         finally:
@@ -91,13 +92,10 @@ class DraftLink:
                     self.used.pop(key)
             await asyncio.sleep(LOOKS_EVERY_S)
 
-    async def _look(self, channel: grpc.aio.Channel) -> None:
-        """What the draft is, and has. Raises FailedPrecondition where it has another model."""
-        try:
-            info = await DRAFT_SERVICE.get_info(channel)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if info.model.digest != self.learner.student.digest:
-            own, its = self.learner.student.digest[:12], info.model.digest[:12] or "none"
-            raise FailedPrecondition(f"drafts with another model, {its}, than --model, {own}", reason="OTHER_MODEL")
-        self.used = {row.key: (row.digest, row.left_out) for row in info.learned}
+    def _check(self, first: LearningNews) -> None:
+        """Raises FailedPrecondition where another model drafts."""
+        own, its = self.learner.student.digest, first.model_digest
+        if own != its:
+            told = f"drafts with another model, {its[:12] or 'none'}, than --model, {own[:12]}"
+            raise FailedPrecondition(told, reason="OTHER_MODEL")
+        self.used = {row.key: (row.digest, row.left_out) for row in first.learned}

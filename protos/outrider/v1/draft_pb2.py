@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
+from outrider.v1 import learning_pb2 as outrider_dot_v1_dot_learning__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\x0eProposeRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xdd\x01\n\x0c\x44raftCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0fProposeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\x8a\x01\n\nDraftEvent\x12#\n\x05piece\x18\x01 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x42\x07\n\x05\x65vent\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9e\x01\n\x13ReloadModelResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"\x0e\n\x0cLearnRequest\"G\n\rLearnResponse\x12$\n\x07lessons\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Lesson\x12\x10\n\x08num_lost\x18\x02 \x01(\x04\"\xfb\x01\n\x06Lesson\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x11\n\tnum_given\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\ncompletion\x18\t \x01(\r\x12\x0e\n\x06\x63\x61ller\x18\n \x01(\t\"Y\n\x11PutLearnedRequest\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t\"m\n\x12PutLearnedResponse\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"V\n\x0cLearnedDraft\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t\"\xda\x01\n\x14PutVocabularyRequest\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12L\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x34.outrider.v1.PutVocabularyRequest.SpecialTokensEntry\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x17\n\x15PutVocabularyResponse\"b\n\x0f\x44raftVocabulary\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07overlap\x18\x02 \x01(\x02\x12\x0e\n\x06greedy\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\t\"\x15\n\x13GetDraftInfoRequest\"\xcd\x02\n\x14GetDraftInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x07methods\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x66\x61ult_methods\x18\x05 \x03(\t\x12\x32\n\x0cvocabularies\x18\x06 \x03(\x0b\x32\x1c.outrider.v1.DraftVocabulary\x12\x1c\n\x14max_vocabulary_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12\x0f\n\x07machine\x18\t \x01(\t\x12*\n\x07learned\x18\n \x03(\x0b\x32\x19.outrider.v1.LearnedDraft2\xea\x03\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12X\n\rPutVocabulary\x12!.outrider.v1.PutVocabularyRequest\x1a\".outrider.v1.PutVocabularyResponse(\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12P\n\x0bReloadModel\x12\x1f.outrider.v1.ReloadModelRequest\x1a .outrider.v1.ReloadModelResponse\x12@\n\x05Learn\x12\x19.outrider.v1.LearnRequest\x1a\x1a.outrider.v1.LearnResponse0\x01\x12M\n\nPutLearned\x12\x1e.outrider.v1.PutLearnedRequest\x1a\x1f.outrider.v1.PutLearnedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\x1a\x1aoutrider/v1/learning.proto\"g\n\x0eProposeRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xdd\x01\n\x0c\x44raftCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0fProposeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\x8a\x01\n\nDraftEvent\x12#\n\x05piece\x18\x01 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x42\x07\n\x05\x65vent\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9e\x01\n\x13ReloadModelResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"\xda\x01\n\x14PutVocabularyRequest\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12L\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x34.outrider.v1.PutVocabularyRequest.SpecialTokensEntry\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x17\n\x15PutVocabularyResponse\"b\n\x0f\x44raftVocabulary\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07overlap\x18\x02 \x01(\x02\x12\x0e\n\x06greedy\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\t\"\x15\n\x13GetDraftInfoRequest\"\xcd\x02\n\x14GetDraftInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x07methods\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x66\x61ult_methods\x18\x05 \x03(\t\x12\x32\n\x0cvocabularies\x18\x06 \x03(\x0b\x32\x1c.outrider.v1.DraftVocabulary\x12\x1c\n\x14max_vocabulary_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12\x0f\n\x07machine\x18\t \x01(\t\x12*\n\x07learned\x18\n \x03(\x0b\x32\x19.outrider.v1.LearnedDraft2\xd9\x02\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12X\n\rPutVocabulary\x12!.outrider.v1.PutVocabularyRequest\x1a\".outrider.v1.PutVocabularyResponse(\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12P\n\x0bReloadModel\x12\x1f.outrider.v1.ReloadModelRequest\x1a .outrider.v1.ReloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,42 +36,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_PROPOSEREQUEST']._serialized_start=96
-  _globals['_PROPOSEREQUEST']._serialized_end=199
-  _globals['_DRAFTCOMMAND']._serialized_start=202
-  _globals['_DRAFTCOMMAND']._serialized_end=423
-  _globals['_PROPOSERESPONSE']._serialized_start=425
-  _globals['_PROPOSERESPONSE']._serialized_end=527
-  _globals['_DRAFTEVENT']._serialized_start=530
-  _globals['_DRAFTEVENT']._serialized_end=668
-  _globals['_RELOADMODELREQUEST']._serialized_start=670
-  _globals['_RELOADMODELREQUEST']._serialized_end=705
-  _globals['_RELOADMODELRESPONSE']._serialized_start=708
-  _globals['_RELOADMODELRESPONSE']._serialized_end=866
-  _globals['_LEARNREQUEST']._serialized_start=868
-  _globals['_LEARNREQUEST']._serialized_end=882
-  _globals['_LEARNRESPONSE']._serialized_start=884
-  _globals['_LEARNRESPONSE']._serialized_end=955
-  _globals['_LESSON']._serialized_start=958
-  _globals['_LESSON']._serialized_end=1209
-  _globals['_PUTLEARNEDREQUEST']._serialized_start=1211
-  _globals['_PUTLEARNEDREQUEST']._serialized_end=1300
-  _globals['_PUTLEARNEDRESPONSE']._serialized_start=1302
-  _globals['_PUTLEARNEDRESPONSE']._serialized_end=1411
-  _globals['_LEARNEDDRAFT']._serialized_start=1413
-  _globals['_LEARNEDDRAFT']._serialized_end=1499
-  _globals['_PUTVOCABULARYREQUEST']._serialized_start=1502
-  _globals['_PUTVOCABULARYREQUEST']._serialized_end=1720
-  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_start=1668
-  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_end=1720
-  _globals['_PUTVOCABULARYRESPONSE']._serialized_start=1722
-  _globals['_PUTVOCABULARYRESPONSE']._serialized_end=1745
-  _globals['_DRAFTVOCABULARY']._serialized_start=1747
-  _globals['_DRAFTVOCABULARY']._serialized_end=1845
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1847
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1868
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1871
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=2204
-  _globals['_DRAFTSERVICE']._serialized_start=2207
-  _globals['_DRAFTSERVICE']._serialized_end=2697
+  _globals['_PROPOSEREQUEST']._serialized_start=124
+  _globals['_PROPOSEREQUEST']._serialized_end=227
+  _globals['_DRAFTCOMMAND']._serialized_start=230
+  _globals['_DRAFTCOMMAND']._serialized_end=451
+  _globals['_PROPOSERESPONSE']._serialized_start=453
+  _globals['_PROPOSERESPONSE']._serialized_end=555
+  _globals['_DRAFTEVENT']._serialized_start=558
+  _globals['_DRAFTEVENT']._serialized_end=696
+  _globals['_RELOADMODELREQUEST']._serialized_start=698
+  _globals['_RELOADMODELREQUEST']._serialized_end=733
+  _globals['_RELOADMODELRESPONSE']._serialized_start=736
+  _globals['_RELOADMODELRESPONSE']._serialized_end=894
+  _globals['_PUTVOCABULARYREQUEST']._serialized_start=897
+  _globals['_PUTVOCABULARYREQUEST']._serialized_end=1115
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_start=1063
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_end=1115
+  _globals['_PUTVOCABULARYRESPONSE']._serialized_start=1117
+  _globals['_PUTVOCABULARYRESPONSE']._serialized_end=1140
+  _globals['_DRAFTVOCABULARY']._serialized_start=1142
+  _globals['_DRAFTVOCABULARY']._serialized_end=1240
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1242
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1263
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1266
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1599
+  _globals['_DRAFTSERVICE']._serialized_start=1602
+  _globals['_DRAFTSERVICE']._serialized_end=1947
 # @@protoc_insertion_point(module_scope)

@@ -55,16 +55,6 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.FromString,
                 _registered_method=True)
-        self.Learn = channel.unary_stream(
-                '/outrider.v1.DraftService/Learn',
-                request_serializer=outrider_dot_v1_dot_draft__pb2.LearnRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_draft__pb2.LearnResponse.FromString,
-                _registered_method=True)
-        self.PutLearned = channel.unary_unary(
-                '/outrider.v1.DraftService/PutLearned',
-                request_serializer=outrider_dot_v1_dot_draft__pb2.PutLearnedRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_draft__pb2.PutLearnedResponse.FromString,
-                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -101,22 +91,6 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Learn(self, request, context):
-        """Learn hands out what ended sequences were answered, to one who makes low-rank weights of it: the latest who asks; the
-        stream of the one before ends with FAILED_PRECONDITION. PERMISSION_DENIED where the service was not started with --learn-from.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PutLearned(self, request, context):
-        """PutLearned puts such weights in use, or takes them out of it: what is open goes on with them. It returns once they draft.
-        Errors are those of ReloadModel, and what was in use stays.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,16 +113,6 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.ReloadModel,
                     request_deserializer=outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.SerializeToString,
-            ),
-            'Learn': grpc.unary_stream_rpc_method_handler(
-                    servicer.Learn,
-                    request_deserializer=outrider_dot_v1_dot_draft__pb2.LearnRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_draft__pb2.LearnResponse.SerializeToString,
-            ),
-            'PutLearned': grpc.unary_unary_rpc_method_handler(
-                    servicer.PutLearned,
-                    request_deserializer=outrider_dot_v1_dot_draft__pb2.PutLearnedRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_draft__pb2.PutLearnedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,60 +224,6 @@ class DraftService(object):
             '/outrider.v1.DraftService/ReloadModel',
             outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.SerializeToString,
             outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Learn(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/outrider.v1.DraftService/Learn',
-            outrider_dot_v1_dot_draft__pb2.LearnRequest.SerializeToString,
-            outrider_dot_v1_dot_draft__pb2.LearnResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PutLearned(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/outrider.v1.DraftService/PutLearned',
-            outrider_dot_v1_dot_draft__pb2.PutLearnedRequest.SerializeToString,
-            outrider_dot_v1_dot_draft__pb2.PutLearnedResponse.FromString,
             options,
             channel_credentials,
             insecure,

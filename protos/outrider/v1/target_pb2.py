@@ -24,43 +24,44 @@ _sym_db = _symbol_database.Default()
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
+from outrider.v1 import learning_pb2 as outrider_dot_v1_dot_learning__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"h\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\x16\n\x14GetTargetInfoRequest\"\x98\x03\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12)\n\x07methods\x18\x07 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12&\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x14.outrider.v1.Adapter\x12\x0f\n\x07machine\x18\n \x01(\t\x12\'\n\x06trials\x18\x0b \x03(\x0b\x32\x17.outrider.v1.DraftTrial\x12.\n\x0c\x65xpert_costs\x18\x0c \x01(\x0b\x32\x18.outrider.v1.ExpertCosts\"l\n\x0b\x45xpertCosts\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x12\n\nnum_chosen\x18\x03 \x01(\r\x12\x11\n\texpert_us\x18\x04 \x01(\x01\x12\r\n\x05\x61long\x18\x05 \x01(\x01\"G\n\x14ReloadWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\r\x12\x0f\n\x07restart\x18\x03 \x01(\x08\"\xa0\x01\n\x15ReloadWeightsResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\".\n\x15UnloadAdapterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r2\xb0\x03\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponse\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponse\x12V\n\rReloadWeights\x12!.outrider.v1.ReloadWeightsRequest\x1a\".outrider.v1.ReloadWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\x1a\x1aoutrider/v1/learning.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"h\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\x16\n\x14GetTargetInfoRequest\"\xc4\x03\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12)\n\x07methods\x18\x07 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0cinfo_version\x18\x08 \x01(\r\x12&\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x14.outrider.v1.Adapter\x12\x0f\n\x07machine\x18\n \x01(\t\x12\'\n\x06trials\x18\x0b \x03(\x0b\x32\x17.outrider.v1.DraftTrial\x12.\n\x0c\x65xpert_costs\x18\x0c \x01(\x0b\x32\x18.outrider.v1.ExpertCosts\x12*\n\x07learned\x18\r \x03(\x0b\x32\x19.outrider.v1.LearnedDraft\"l\n\x0b\x45xpertCosts\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x12\n\nnum_chosen\x18\x03 \x01(\r\x12\x11\n\texpert_us\x18\x04 \x01(\x01\x12\r\n\x05\x61long\x18\x05 \x01(\x01\"G\n\x14ReloadWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\r\x12\x0f\n\x07restart\x18\x03 \x01(\x08\"\xa0\x01\n\x15ReloadWeightsResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\".\n\x15UnloadAdapterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r2\xb0\x03\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponse\x12P\n\x0bLoadAdapter\x12\x1f.outrider.v1.LoadAdapterRequest\x1a .outrider.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.outrider.v1.UnloadAdapterRequest\x1a\".outrider.v1.UnloadAdapterResponse\x12V\n\rReloadWeights\x12!.outrider.v1.ReloadWeightsRequest\x1a\".outrider.v1.ReloadWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFYREQUEST']._serialized_start=97
-  _globals['_VERIFYREQUEST']._serialized_end=200
-  _globals['_TARGETCOMMAND']._serialized_start=203
-  _globals['_TARGETCOMMAND']._serialized_end=423
-  _globals['_VERIFYRESPONSE']._serialized_start=425
-  _globals['_VERIFYRESPONSE']._serialized_end=527
-  _globals['_TARGETEVENT']._serialized_start=530
-  _globals['_TARGETEVENT']._serialized_end=727
-  _globals['_PROMPTLOGPROBS']._serialized_start=729
-  _globals['_PROMPTLOGPROBS']._serialized_end=833
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=835
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=857
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=860
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=1268
-  _globals['_EXPERTCOSTS']._serialized_start=1270
-  _globals['_EXPERTCOSTS']._serialized_end=1378
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=1380
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=1451
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=1454
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=1614
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1616
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1664
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1666
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1726
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1728
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1764
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1766
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1812
-  _globals['_TARGETSERVICE']._serialized_start=1815
-  _globals['_TARGETSERVICE']._serialized_end=2247
+  _globals['_VERIFYREQUEST']._serialized_start=125
+  _globals['_VERIFYREQUEST']._serialized_end=228
+  _globals['_TARGETCOMMAND']._serialized_start=231
+  _globals['_TARGETCOMMAND']._serialized_end=451
+  _globals['_VERIFYRESPONSE']._serialized_start=453
+  _globals['_VERIFYRESPONSE']._serialized_end=555
+  _globals['_TARGETEVENT']._serialized_start=558
+  _globals['_TARGETEVENT']._serialized_end=755
+  _globals['_PROMPTLOGPROBS']._serialized_start=757
+  _globals['_PROMPTLOGPROBS']._serialized_end=861
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=863
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=885
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=888
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=1340
+  _globals['_EXPERTCOSTS']._serialized_start=1342
+  _globals['_EXPERTCOSTS']._serialized_end=1450
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=1452
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=1523
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=1526
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=1686
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1688
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1736
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1738
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1798
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1800
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1836
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1838
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1884
+  _globals['_TARGETSERVICE']._serialized_start=1887
+  _globals['_TARGETSERVICE']._serialized_end=2319
 # @@protoc_insertion_point(module_scope)

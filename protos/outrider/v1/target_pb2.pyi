@@ -1,5 +1,6 @@
 from outrider.v1 import common_pb2 as _common_pb2
 from outrider.v1 import generation_pb2 as _generation_pb2
+from outrider.v1 import learning_pb2 as _learning_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -65,7 +66,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters", "machine", "trials", "expert_costs")
+    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods", "info_version", "adapters", "machine", "trials", "expert_costs", "learned")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +79,7 @@ class GetTargetInfoResponse(_message.Message):
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     TRIALS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_COSTS_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     max_window: int
     load: _common_pb2.Load
@@ -90,7 +92,8 @@ class GetTargetInfoResponse(_message.Message):
     machine: str
     trials: _containers.RepeatedCompositeFieldContainer[_generation_pb2.DraftTrial]
     expert_costs: ExpertCosts
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ..., machine: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[_generation_pb2.DraftTrial, _Mapping]]] = ..., expert_costs: _Optional[_Union[ExpertCosts, _Mapping]] = ...) -> None: ...
+    learned: _containers.RepeatedCompositeFieldContainer[_learning_pb2.LearnedDraft]
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[_common_pb2.StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., info_version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_generation_pb2.Adapter, _Mapping]]] = ..., machine: _Optional[str] = ..., trials: _Optional[_Iterable[_Union[_generation_pb2.DraftTrial, _Mapping]]] = ..., expert_costs: _Optional[_Union[ExpertCosts, _Mapping]] = ..., learned: _Optional[_Iterable[_Union[_learning_pb2.LearnedDraft, _Mapping]]] = ...) -> None: ...
 
 class ExpertCosts(_message.Message):
     __slots__ = ("num_layers", "num_experts", "num_chosen", "expert_us", "along")

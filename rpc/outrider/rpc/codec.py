@@ -28,6 +28,7 @@ from outrider.rpc.messages import (
     Failure,
     FrameHeader,
     LearnedDraft,
+    LearningNews,
     Lesson,
     Load,
     ModelInfo,
@@ -46,7 +47,7 @@ from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.rpc.words.sampling_params import BASELINE, AcceptanceRule, TokenOrigin
 from outrider.rpc.words.structured import Reasoning
 from outrider.v1 import common_pb2 as pb
-from outrider.v1 import draft_pb2, generation_pb2, target_pb2
+from outrider.v1 import draft_pb2, generation_pb2, learning_pb2, target_pb2
 
 
 def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
@@ -211,6 +212,7 @@ MODEL_INFO = by_fields(
     ModelInfo, generation_pb2.ModelInfo, default_sampling=Codec(encode_sampling, decode_default_sampling)
 )
 _METHODS = each(by_fields(DraftMethod, pb.DraftMethod, step_costs=each(_STEP_COST)))
+LEARNED = by_fields(LearnedDraft, learning_pb2.LearnedDraft)
 DRAFT_INFO = by_fields(
     DraftInfo,
     draft_pb2.GetDraftInfoResponse,
@@ -218,15 +220,16 @@ DRAFT_INFO = by_fields(
     methods=_METHODS,
     vocabularies=each(by_fields(DraftVocabulary, draft_pb2.DraftVocabulary)),
     capabilities=_CAPABILITIES,
-    learned=each(by_fields(LearnedDraft, draft_pb2.LearnedDraft)),
+    learned=each(LEARNED),
 )
 LESSON = by_fields(
     Lesson,
-    draft_pb2.Lesson,
+    learning_pb2.Lesson,
     sampling=Codec(encode_sampling, partial(decode_sampling, prefix="lesson.sampling.")),
     acceptance=Codec(int, lambda number: decode_acceptance(number, "lesson.acceptance")),
 )
-PUT_LEARNED = by_fields(PutLearned, draft_pb2.PutLearnedResponse)
+LEARNING_NEWS = by_fields(LearningNews, learning_pb2.LearnResponse, lessons=each(LESSON), learned=each(LEARNED))
+PUT_LEARNED = by_fields(PutLearned, learning_pb2.PutLearnedResponse)
 ADAPTER = by_fields(Adapter, generation_pb2.Adapter)
 DRAFT_TRIAL = by_fields(DraftTrial, generation_pb2.DraftTrial)
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)
@@ -242,6 +245,7 @@ TARGET_INFO = by_fields(
     adapters=each(ADAPTER),
     trials=each(DRAFT_TRIAL),
     expert_costs=by_fields(ExpertCosts, target_pb2.ExpertCosts),
+    learned=each(LEARNED),
 )
 
 

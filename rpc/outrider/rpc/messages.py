@@ -405,7 +405,7 @@ class LearnedDraft:
 
     target_digest: str
     group: str
-    digest: str  # of the weights and the draft's model together
+    digest: str  # of the weights and what they are beside together
     left_out: tuple[str, ...] = ()  # callers for whom the model alone drafts all the same
 
     @property
@@ -417,6 +417,16 @@ class LearnedDraft:
     def key(self) -> LearningKey:
         """For whom it drafts."""
         return LearningKey(self.target_digest, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class LearningNews:
+    """What has ended since the one before; the first one says what learns, and what is in use."""
+
+    lessons: tuple[Lesson, ...] = ()
+    num_lost: int = 0  # lessons that were given up
+    model_digest: str = ""  # of the weights that learn
+    learned: tuple[LearnedDraft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,6 +499,7 @@ class TargetInfo:
     machine: str = ""  # the same for services of one machine; empty: unknown
     trials: tuple[DraftTrial, ...] = ()  # of the methods, and of those that were refused after it
     expert_costs: ExpertCosts | None = None  # of a mixture, as measured at start
+    learned: tuple[LearnedDraft, ...] = ()  # low-rank weights of the head that are in use
 
     def digest_of(self, adapter: str) -> str | None:
         """What an Open of this adapter (empty: none) names as model_digest; None where it is not there."""

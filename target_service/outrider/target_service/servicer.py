@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.rpc.codec import ADAPTER, RELOADED_WEIGHTS, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import PermissionDenied, Unavailable
+from outrider.rpc.learning.servicer import LearningServicer
 from outrider.rpc.messages import (
     Adapter,
     Credit,
@@ -45,6 +46,7 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
         super().__init__(thread, outboxes)
         self.info = info
         self._load, self._adapters, self._reloads = load, adapters, reloads
+        self.learning = LearningServicer(self.role, lambda: self._draining)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -99,3 +101,4 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     def register(self, server: Any) -> None:
         """Adds itself to a grpc.aio server."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+        self.learning.register(server)

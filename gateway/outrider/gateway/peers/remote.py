@@ -29,7 +29,7 @@ from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLin
 from outrider.rpc.codec import (
     ADAPTER,
     DRAFT_INFO,
-    LESSON,
+    LEARNING_NEWS,
     PUT_LEARNED,
     RELAYED_DRAFT_STREAM,
     RELOADED,
@@ -45,7 +45,7 @@ from outrider.rpc.messages import (
     DraftEvent,
     DraftInfo,
     DraftTokens,
-    Lesson,
+    LearningNews,
     Open,
     PutLearned,
     Reloaded,
@@ -57,7 +57,7 @@ from outrider.rpc.servicer import MODEL_KEY
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.words.sampling_params import FRESH_SEED
-from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.v1 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     return RELOADED.decode(await _answer(stub.ReloadModel(asked, timeout=timeout_s)))
 
 
-async def lessons_of(channel: grpc.aio.Channel) -> AsyncIterator[tuple[list[Lesson], int]]:
-    """What a draft hands to who learns, as it comes, and how many lessons were given up; first nothing, once the stream
-    stands. Raises OutriderError."""
-    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+async def lessons_of(channel: grpc.aio.Channel) -> AsyncIterator[LearningNews]:
+    """What a draft, or a target with a head, hands to who learns, as it comes; first what learns, and what is in use,
+    once the stream stands. Raises OutriderError."""
+    stub: Any = learning_pb2_grpc.LearningServiceStub(channel)
     try:
-        async for message in stub.Learn(draft_pb2.LearnRequest()):
-            yield [LESSON.decode(lesson) for lesson in message.lessons], message.num_lost
+        async for message in stub.Learn(learning_pb2.LearnRequest()):
+            yield LEARNING_NEWS.decode(message)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 
@@ -99,10 +99,10 @@ async def lessons_of(channel: grpc.aio.Channel) -> AsyncIterator[tuple[list[Less
 async def put_learned(
     channel: grpc.aio.Channel, target_digest: str, group: str, path: str, left_out: Sequence[str] = ()
 ) -> PutLearned:
-    """Has a draft's sequences of one target and group be drafted for by a folder's adapter (empty: by the model alone),
-    but for callers who are `left_out`. Raises OutriderError."""
-    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    asked = draft_pb2.PutLearnedRequest(target_digest=target_digest, group=group, path=path, left_out=left_out)
+    """Has the sequences of one target and group be drafted for by a folder's adapter (empty: by what drafts without
+    any), but for callers who are `left_out`. Raises OutriderError."""
+    stub: Any = learning_pb2_grpc.LearningServiceStub(channel)
+    asked = learning_pb2.PutLearnedRequest(target_digest=target_digest, group=group, path=path, left_out=left_out)
     return PUT_LEARNED.decode(await _answer(stub.PutLearned(asked)))
 
 

@@ -7,20 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol
 
-from outrider.engine.adapters.config import UnsupportedAdapter
-from outrider.engine.adapters.loader import load_adapter
-from outrider.engine.batch import PreparedAdapter
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, one_line
+from outrider.rpc.learning.learned import LearnedAdapters, Weights
 from outrider.rpc.messages import MAX_NAME_CHARS, LearnedDraft, LearningKey, PutLearned
 
 if TYPE_CHECKING:
-    from outrider.draft_service.engine import DraftEngine
     from outrider.rpc.engine_service import DeviceThread
     from outrider.rpc.reloads import OneReload
 
@@ -30,14 +27,29 @@ MAX_DIGEST, MAX_GROUP, MAX_PATH = 128, 32, 4096  # characters
 MAX_LEFT_OUT = 64  # callers
 
 
+class Learns(Protocol[Weights]):
+    """What drafts, and takes learned weights."""
+
+    @property
+    def learned(self) -> LearnedAdapters[Weights]:
+        """Those in use."""
+
+    def load_learned(self, folder: Path) -> Weights:
+        """Reads a folder in PEFT's layout. From any thread. Raises FailedPrecondition where there is no room for any,
+        and ValueError for what is no adapter of its weights."""
+
+    def put_learned(self, key: LearningKey, adapter: Weights | None, left_out: Collection[str] = ()) -> int:
+        """Between two steps, drafts for a key's sequences with these, but for callers who are `left_out`; None: as
+        without them. Returns how many open sequences go on so."""
+
+
 @dataclass(slots=True, eq=False)
-class LearnedDrafts:
+class LearnedDrafts(Generic[Weights]):
     """Puts them in use, one change at a time, and none beside another model's. Belongs to the event loop."""
 
-    engine: DraftEngine
+    drafts: Callable[[], Learns[Weights]]  # what does now
     thread: DeviceThread
     one: OneReload
-    model_digest: Callable[[], str]  # of the present model
     listener: Callable[[tuple[LearnedDraft, ...]], None] = lambda rows: None  # is told what is in use
 
     async def put(self, key: LearningKey, path: str, left_out: Sequence[str] = ()) -> PutLearned:
@@ -47,39 +59,35 @@ class LearnedDrafts:
         return await self.one.run(partial(self._put, key, path, left_out))
 
     async def _put(self, key: LearningKey, path: str, left_out: Sequence[str]) -> PutLearned:
-        began, method = time.monotonic(), self.engine.model
-        adapter = await asyncio.to_thread(self._loaded, Path(path)) if path else None
+        began, drafts = time.monotonic(), self.drafts()
+        adapter = await asyncio.to_thread(_loaded, drafts, Path(path)) if path else None
         load_s = time.monotonic() - began
-        swap = partial(self._swap, key, adapter, left_out)
+        swap = partial(_swap, drafts, key, adapter, left_out)
         try:
             before, num_sequences, pause_s = await asyncio.wrap_future(self.thread.call(swap))
         except (ValueError, MemoryError, RuntimeError) as error:
             raise FailedPrecondition(f"path: {path} cannot be used: {one_line(error)}", reason="NOT_LOADED") from error
-        self.listener(method.learned.rows())
+        self.listener(drafts.learned.rows())
         after = "" if adapter is None else adapter.digest
         logger.info("%s drafts for %s in place of %s", _named(after), _of(key), _named(before))
         return PutLearned(before, after, round(1000 * load_s), round(1000 * pause_s), num_sequences)
 
-    def _loaded(self, folder: Path) -> PreparedAdapter:
-        runner = self.engine.model.proposer.runner
-        adapters = runner.adapters
-        if adapters is None:
-            raise FailedPrecondition("path: this draft's model has no room for learned weights", reason="NO_ROOM")
-        try:
-            return adapters.prepare(
-                load_adapter(folder, runner.model, self.model_digest(), most_rank=adapters.room.max_rank)
-            )
-        except UnsupportedAdapter as error:
-            allowed = "the folder of an adapter of this draft's model in PEFT's layout"
-            raise InvalidArgument.of([Violation("path", f"{one_line(error)}; allowed: {allowed}")]) from error
 
-    def _swap(
-        self, key: LearningKey, adapter: PreparedAdapter | None, left_out: Sequence[str]
-    ) -> tuple[str, int, float]:
-        """Between two steps, on the device thread."""
-        began, before = time.monotonic(), self.engine.model.learned.digest(key)
-        num_sequences = self.engine.put_learned(key, adapter, left_out)
-        return before, num_sequences, time.monotonic() - began
+def _loaded(drafts: Learns[Weights], folder: Path) -> Weights:
+    try:
+        return drafts.load_learned(folder)
+    except ValueError as error:
+        allowed = "the folder of an adapter of what drafts here in PEFT's layout"
+        raise InvalidArgument.of([Violation("path", f"{one_line(error)}; allowed: {allowed}")]) from error
+
+
+def _swap(
+    drafts: Learns[Weights], key: LearningKey, adapter: Weights | None, left_out: Sequence[str]
+) -> tuple[str, int, float]:
+    """Between two steps, on the device thread."""
+    began, before = time.monotonic(), drafts.learned.digest(key)
+    num_sequences = drafts.put_learned(key, adapter, left_out)
+    return before, num_sequences, time.monotonic() - began
 
 
 def _check(key: LearningKey, path: str, left_out: Sequence[str]) -> None:
