@@ -9,10 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from outrider.draft_service.shares import weights_of
-from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model
-from outrider.rpc.learning.lessons import SALTED, UNSALTED
+from outrider.rpc.learning.settings import LearnedSettings
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
 from outrider.rpc.words.request import split_methods
 
@@ -27,7 +26,7 @@ VocabularyLevel = Annotated[
 ]
 
 
-class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
+class DraftSettings(ServerSettings, ModelSettings, MethodSettings, LearnedSettings):
     """What a draft service is told at start, besides what all services are."""
 
     section: ClassVar[str] = "draft"
@@ -39,7 +38,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         "share": "several models",
         "draft_adapter": "adapters",
         "allow_reload": "other weights while it serves",
-        "learn_from": "learning from what it serves",
+        **LearnedSettings.subjects,
     }
     first: ClassVar[tuple[str, ...]] = (
         "model", "method", "listen", "device", "dtype", "threads", "max_model_len", "cache_mb", "quantization",
@@ -79,15 +78,6 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     allow_hub_reload: bool = Field(
         False, description="with allow-reload: the weights may be the hub's, which are downloaded, not a folder's alone"
     )
-
-    learn_from: list[str] = Field(
-        default_factory=list,
-        description="whose texts outrider learn may have, to make weights of them that draft for the same callers: "
-        f"{UNSALTED} (those without a salt, who then teach one another), {SALTED} (every salt, for itself alone), or a "
-        "salt (nobody's)",
-    )
-    learned_drafts: int = Field(8, ge=1, le=1024, description="with learn-from: how many such weights are in use")
-    learned_rank: int = Field(32, ge=1, le=MOST_RANK, description="with learn-from: their greatest rank")
 
     @property
     def tree(self) -> TokenTree | None:

@@ -16,6 +16,7 @@ import torch
 
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
 from outrider.engine.adapters.ranks import MOST_RANK
+from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import StepLimits
 from outrider.engine.checkpoint import read_config, read_json, unheeded_rules
 from outrider.engine.hidden_states import check_taps
@@ -38,8 +39,12 @@ from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service, this_machine
 from outrider.rpc.engine_service import info_of as model_info_of
+from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.hub import locate
+from outrider.rpc.learning.promotion import LearnedDrafts
+from outrider.rpc.learning.servicer import Taught
 from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
+from outrider.rpc.reloads import OneReload
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
@@ -48,6 +53,7 @@ from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters,
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.engines import engine_of
 from outrider.target_service.head_drafter import check_tree
+from outrider.target_service.head_learning import HeadLearning, HeadTeaching, require_learning
 from outrider.target_service.head_trial import NO_HEAD, HeadTrials, TriedHead
 from outrider.target_service.observed import stats_of
 from outrider.target_service.reload import Successor, WeightReloads, with_weights
@@ -87,9 +93,10 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     anybody can reach it."""
     service: TargetService
     tried, adapters = believed_head(settings, loaded), load_adapters(settings, loaded)
+    teaching = new_teaching(settings, tried)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
-    assemble = partial(assembled, settings, flush=outboxes.flush, metrics=metrics)
+    assemble = partial(assembled, settings, flush=outboxes.flush, metrics=metrics, teaching=teaching)
     engine = assemble(loaded, tried.head, adapters)
     thread: DeviceWorker[TargetEngineCommand] = DeviceWorker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
@@ -106,6 +113,10 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     if reloads is not None:
         reloads.listeners = [servicer.tell_target]
         reloads.on_engine = partial(_serve_by, lambda: service, changes)
+    if teaching is not None:
+        one = OneReload() if reloads is None else reloads.one
+        learned = LearnedDrafts(lambda: _learning_of(service.engine), thread, one, servicer.tell_learned)
+        servicer.learning.taught = Taught(teaching.lessons, learned, lambda: teaching.digest)
     if metrics is not None:
         metrics.attach(lambda: stats_of(service.engine), thread, info.model, settings.vllm_metrics)
     log.info(
@@ -123,14 +134,25 @@ def assembled(
     *,
     flush: Callable[[], None],
     metrics: TargetMetrics | None,
+    teaching: HeadTeaching | None = None,
 ) -> TargetEngine:
     """An engine over loaded weights, with a runner, a cache and grammars of its own."""
+    learning = None if teaching is None or head is None else teaching.beside(head, loaded.digest)  # before the cache
     runner = new_runner(settings, loaded, head, adapters)
     grammars = new_grammars(Path(settings.model), loaded, settings.device)
     if metrics is not None and grammars is not None:
         grammars.on_compiled = metrics.add_compiled
     limits = limits_of(settings, loaded, runner)
-    return new_engine(settings, runner, limits, flush, metrics, head, grammars, adapters)
+    return new_engine(settings, runner, limits, flush, metrics, head, grammars, adapters, learning)
+
+
+def new_teaching(settings: TargetSettings, tried: TriedHead) -> HeadTeaching | None:
+    """What the head learns of, where it may. Raises UnsupportedModel for one that cannot."""
+    if not settings.learn_from or settings.head is None or tried.head is None:
+        return None
+    require_learning(tried.head)
+    room = AdapterRoom(settings.learned_drafts, settings.learned_rank)
+    return HeadTeaching(heads.head_digest(settings.head), frozenset(settings.learn_from), room)
 
 
 def new_reloads(
@@ -179,6 +201,7 @@ def new_engine(
     head: AnyHead | None = None,
     grammars: Grammars | None = None,
     adapters: Mapping[str, LoadedAdapter] | None = None,  # the runner has room for
+    learning: HeadLearning | None = None,  # of the head
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
     engine = TargetEngine(
@@ -192,6 +215,7 @@ def new_engine(
         head=head,
         tree=settings.tree,
         grammars=grammars,
+        learning=learning,
     )
     engine.scheduler.max_forced = settings.max_forced_tokens
     if runner.adapters is not None:
@@ -204,6 +228,12 @@ def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, Lo
     """The adapters that are there at the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
     most_rank = settings.max_adapter_rank or MOST_RANK
     return adapters_at_start(settings, lambda folder: load_adapter(folder, loaded.model, loaded.digest, most_rank))
+
+
+def _learning_of(engine: TargetEngine) -> HeadLearning:
+    if engine.learning is None:
+        raise FailedPrecondition("path: no head drafts beside this target now", reason="NO_ROOM")
+    return engine.learning
 
 
 def new_adapter_changes(

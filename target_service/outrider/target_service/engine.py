@@ -41,6 +41,7 @@ from outrider.target_service.cohort import CohortHold
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.grammars import Grammars, stuck
 from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.head_learning import HeadLearning
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs
 from outrider.target_service.parts import Adapters, EnginePart, StepCosts, constraints_of
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
@@ -76,9 +77,10 @@ class TargetEngine:
         head: AnyHead | None = None,
         tree: TokenTree | None = None,  # what it drafts where trees are verified
         grammars: Grammars | None = None,  # without, requests for constraints are refused
+        learning: HeadLearning | None = None,  # of the head
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limits = limits
+        self.limits, self.learning = limits, learning
         self._runner = runner
         self._flush = flush
         self._on_step = on_step or (lambda step: None)
@@ -93,9 +95,11 @@ class TargetEngine:
         self.adapters = Adapters(runner.adapters, self.scheduler)
         constraints = constraints_of(grammars, verifier, None if head is None else head.name)
         self.parts: list[EnginePart] = [constraints, self.adapters, StepCosts(self.scheduler)]
+        if learning is not None:
+            self.parts.append(learning)
         if head is not None:
             drawer = Drawer(limits.vocab_size, runner.model.device)
-            self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock))
+            self.parts.append(HeadDrafter(head, runner, self.cache, drawer, tree, clock, learning))
         self.profiled: Profile | None = None  # once steps were measured
         self.succession: Succession | None = None  # another engine comes, and what is its own waits
         self.steps = Steps(runner, verifier, self.parts, clock)

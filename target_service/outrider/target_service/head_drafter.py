@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.batch import Batch, BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.model_runner import ModelRunner
@@ -41,6 +41,7 @@ from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.tree import GrowingTree, grow
 from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.block_drafts import draft_blocks, fit_block
+from outrider.target_service.head_learning import HeadLearning
 from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.parts import EnginePart
@@ -63,6 +64,7 @@ class HeadDrafter(EnginePart):
         drawer: Drawer,
         tree: TokenTree | None = None,  # what it drafts for greedy and coupled sequences; None: chains
         clock: Callable[[], float] = time.monotonic,  # the engine's
+        learning: HeadLearning | None = None,  # what of others' texts was learned
     ) -> None:
         """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
         model = runner.model
@@ -75,6 +77,7 @@ class HeadDrafter(EnginePart):
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
+        self._learning = learning
         self._waiting: WeakKeyDictionary[TargetSequence, WaitingRows] = WeakKeyDictionary()
         self.captured: DeviceHead | None = None  # None: every pass is launched
         self.blocks: DeviceBlocks | None = None  # the same of a block drafter
@@ -187,6 +190,7 @@ class HeadDrafter(EnginePart):
                 first = self._first(scheduled)
                 line = HeadLine(target, scheduled, offset, first, end, count, True, number=target.next_chain)
                 self._take_waiting(line)
+                line.adapter = None if self._learning is None else self._learning.adapter_of(target)
             if count > 0:
                 target.next_chain += 1
                 if self.tree is not None and target.chains.takes_trees:
@@ -308,13 +312,17 @@ class HeadDrafter(EnginePart):
         """What later rows need of these."""
         entries, features = [line.first_entry() for line in lines], self._features(lines, states)
         if self.blocks is None or not self.blocks.fill(entries, features):
-            self.head.fill(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
+            self.head.fill(self._batch(entries), features, self._cache)
+
+    def _batch(self, entries: Sequence[BatchEntry]) -> Batch:
+        slots = None if self._learning is None else self._learning.slots_for(entries)
+        return build_batch(entries, self._runner.block_size, self._runner.model.device, slots)
 
     def _draft_in_turn(self, head: Head, lines: Sequence[HeadLine], states: Tensor) -> None:
         """One pass a depth, for all that draw so deep; for trees others than for chains."""
         logits, state = self._first_pass(head, lines, states)
         wanting = [line for line in lines if line.count]  # by row of logits
-        are_chains = all(line.tree is None for line in wanting)
+        are_chains = all(line.tree is None and line.adapter is None for line in wanting)
         if wanting and are_chains and self.captured is not None and self.captured.holds(wanting):
             before = [line.last_entry(self._runner.block_size) for line in wanting]
             drawn = self.captured.draw(wanting, before, [line.count for line in wanting], logits, state)
@@ -332,10 +340,11 @@ class HeadDrafter(EnginePart):
     def _first_pass(self, head: Head, lines: Sequence[HeadLine], states: Tensor) -> tuple[Tensor, Tensor]:
         """Of those that draw the logits, [lines, vocab], and states, [lines, width], until the next captured pass."""
         entries, features = [line.first_entry() for line in lines], self._features(lines, states)
-        found = None if self.captured is None else self.captured.first(entries, features)
+        has_adapters = any(line.adapter is not None for line in lines)  # which no captured pass reads
+        found = None if self.captured is None or has_adapters else self.captured.first(entries, features)
         if found is not None:
             return found
-        return head.first(build_batch(entries, self._runner.block_size, states.device), features, self._cache)
+        return head.first(self._batch(entries), features, self._cache)
 
     def _draft_chains(self, head: Head, going: list[HeadLine], logits: Tensor, state: Tensor) -> None:
         """One pass a depth, of which the host reads what was drawn; [lines, vocab] and [lines, width]."""
@@ -344,13 +353,13 @@ class HeadDrafter(EnginePart):
             kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if going[index].take(token)]
             going, depth = [going[index] for index in kept], depth + 1
             if going:
-                batch = build_batch([line.next_entry() for line in going], self._runner.block_size, state.device)
+                batch = self._batch([line.next_entry() for line in going])
                 logits, state = head.next(depth, batch, state[index_on(kept, state.device)], self._cache)
 
     def _draft_trees(self, head: Head, lines: Mapping[int, HeadLine], logits: Tensor, state: Tensor) -> None:
         """One pass a level; by row of `logits`, [rows, vocab], and `state`, [rows, width], the lines whose roots they
         are."""
-        size, device = self._runner.block_size, state.device
+        device = state.device
         forks = {row: line.fork(line.tree) for row, line in lines.items() if line.tree is not None}
         line_of = {id(line.tree): line for line in lines.values()}
         before: dict[int, Tensor] = {}  # by tree the states behind which its nodes so far stand, [nodes, width]
@@ -370,8 +379,7 @@ class HeadDrafter(EnginePart):
                 forks |= one.forks(row)
                 row += len(one.tree.level)
             if forks:
-                batch = build_batch(entries, size, device)
-                logits, state = head.next(depth, batch, torch.cat(states), self._cache)
+                logits, state = head.next(depth, self._batch(entries), torch.cat(states), self._cache)
 
     def _draft_at_once(self, head: Head, lines: Sequence[HeadLine], states: Tensor, mask: MaskRow) -> None:
         """One pass for all depths."""

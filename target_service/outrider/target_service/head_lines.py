@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from outrider.engine.batch import BatchEntry
+from outrider.engine.batch import BatchEntry, PreparedAdapter
 from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler, is_numeric_only
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
@@ -48,6 +48,7 @@ class HeadLine:
     number: int = 0  # of the chain
     drawn: list[DraftedToken] = field(default_factory=list)
     tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
+    adapter: PreparedAdapter | None = None  # with which the head computes it
     ahead: RandomAhead = field(default_factory=RandomAhead)  # for what is drawn by weights
 
     @property
@@ -106,7 +107,7 @@ class HeadLine:
         if not self.keeps:
             return _alone(ids[0])
         if mask_id is None:
-            return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0))
+            return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0), adapter=self.adapter)
         return BatchEntry([*ids, *[mask_id] * self.num_masks], self.first, sequence.block_table, self.count)
 
     def last_entry(self, block_size: int) -> BatchEntry:
@@ -130,12 +131,14 @@ class HeadLine:
         if not self.keeps:
             return [_alone(tree.ids[node]) for node in tree.level]
         table, level = self.target.sequence.block_table, len(tree.level)
-        return [BatchEntry(tuple(tree.ids), self.length, table, level, tuple(tree.parents))]
+        return [BatchEntry(tuple(tree.ids), self.length, table, level, tuple(tree.parents), self.adapter)]
 
     def next_entry(self) -> BatchEntry:
         """The row of the last token drawn."""
         token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
-        return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
+        if not self.keeps:
+            return _alone(token_id)
+        return BatchEntry([token_id], place, self.target.sequence.block_table, 1, adapter=self.adapter)
 
     def take(self, token: DraftedToken | None) -> bool:
         """Notes a token; whether the line draws another one."""

@@ -84,6 +84,10 @@ class TargetMetrics(Metrics):
             "adapter_sequences", "Open sequences of adapters that have any", "adapter",
             lambda: stats().adapter_sequences,
         )  # fmt: skip
+        self.read_gauges(
+            "learned", "What is kept of finished sequences, and was learned of them", "kind",
+            lambda: {"lesson_bytes": stats().lesson_bytes, "adapters": stats().num_learned},
+        )  # fmt: skip
         self.read_counter("adapter_swaps", "Adapters put on the device", lambda: stats().num_adapter_swaps)
         if vllm_names:
             self.registry.register(VllmCollector(state))

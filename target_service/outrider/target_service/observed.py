@@ -53,6 +53,8 @@ class EngineStats:
     num_adapters: int = 0  # that sequences may name
     adapter_sequences: Mapping[str, int] = field(default_factory=dict)  # open ones, by adapters that any has
     num_adapter_swaps: int = 0  # adapters put on the device
+    lesson_bytes: int = 0  # of texts that wait for who learns of them
+    num_learned: int = 0  # learned weights that are in use
 
     @property
     def cache_usage(self) -> float:

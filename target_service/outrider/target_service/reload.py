@@ -89,13 +89,13 @@ class WeightReloads:
     read: Callable[[Path, TargetInfo], Successor]  # raises ValueError, and what libraries that read weights raise
     listeners: Sequence[Callable[[TargetInfo], None]] = ()  # are told which ones new sequences are of
     on_engine: Callable[[TargetEngine, Successor], None] = lambda engine, successor: None  # is told which one serves
-    _one: OneReload = field(default_factory=OneReload)
+    one: OneReload = field(default_factory=OneReload)
 
     async def reload(self, model: str, drain_s: float, restart: bool = False) -> Reloaded:
         """Puts weights (empty: those of the present folder, read again) in the place of the present ones; it goes on
         where its caller leaves. What is open after `drain_s` ends, and is to `restart` or not. Raises InvalidArgument
         and FailedPrecondition."""
-        return await self._one.run(lambda: self._reload(Path(model) if model else self.folder, drain_s, restart))
+        return await self.one.run(lambda: self._reload(Path(model) if model else self.folder, drain_s, restart))
 
     async def _reload(self, folder: Path, drain_s: float, restart: bool) -> Reloaded:
         before, began = self.said(), time.monotonic()

@@ -13,6 +13,7 @@ from outrider.rpc.messages import (
     Adapter,
     Credit,
     DraftTokens,
+    LearnedDraft,
     Load,
     TargetCommand,
     TargetInfo,
@@ -75,8 +76,12 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
 
     def tell_target(self, info: TargetInfo) -> None:
         """New sequences are of other weights: who asks is told so, and who has a stream that it is to ask again."""
-        self.info = info
+        self.info = replace(info, learned=())
         self.info_version += 1
+
+    def tell_learned(self, rows: tuple[LearnedDraft, ...]) -> None:
+        """What the head has learned, and is in use."""
+        self.info = replace(self.info, learned=rows)
 
     def tell_adapters(self, adapters: Sequence[Adapter]) -> None:
         """Others are there: who asks is told so, and who has a stream that it is to ask again."""

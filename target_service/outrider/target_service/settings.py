@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from outrider.engine.adapters.ranks import MOST_RANK, MOST_RANK_ON_VLLM
 from outrider.engine.token_tree import TokenTree
+from outrider.rpc.learning.settings import LearnedSettings
 from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.settings import (
     CHECKPOINT,
@@ -29,6 +30,7 @@ OWN_ONLY = (
     "head_confidence",
     "head_trial",
     "speculative_token_tree",
+    "learn_from",
     "batch_invariant",
     "expand",
     "max_forced_tokens",
@@ -73,7 +75,7 @@ class EngineSettings(BaseModel):
         return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
 
 
-class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
+class TargetSettings(ServerSettings, ModelSettings, EngineSettings, LearnedSettings):
     """What a target service is told at start, besides what all services are."""
 
     section: ClassVar[str] = "target"
@@ -85,6 +87,7 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         "prefix_cache": "steps",
         "max_logprobs": "what requests may ask for",
         "vllm_metrics": "serving",
+        **LearnedSettings.subjects,
     }
     first: ClassVar[tuple[str, ...]] = (
         "model", "listen", "device", "dtype", "threads", "max_model_len", "cache_mb", "head", "engine", "metrics",
@@ -183,6 +186,14 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     def _check_tree(self) -> Self:
         if self.speculative_token_tree is not None and self.head is None:
             raise ValueError("speculative_token_tree (--speculative-token-tree) is for a head; give --head DIR, too")
+        return self
+
+    @model_validator(mode="after")
+    def _check_learning(self) -> Self:
+        if self.learn_from and self.head is None:
+            raise ValueError("learn_from (--learn-from) is for a head, whose weights learn; give --head DIR, too")
+        if self.learn_from:
+            self.require_known_callers("learn_from")
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from outrider.engine.adapters.config import (
 )
 from outrider.engine.adapters.ranks import MOST_RANK
 from outrider.engine.checkpoint import checkpoint_digest, read_json, read_tensors
-from outrider.engine.models.base import CausalLM, LowRank, TakesAdapters, UnsupportedModel, WrongCheckpoint
+from outrider.engine.models.base import LowRank, TakesAdapters, UnsupportedModel, WrongCheckpoint
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -49,7 +49,7 @@ class LoadedAdapter:
 
 def load_adapter(
     folder: str | Path,
-    model: CausalLM,
+    model: object,
     model_digest: str,
     most_rank: int = MOST_RANK,
 ) -> LoadedAdapter:

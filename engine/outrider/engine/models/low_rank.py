@@ -44,14 +44,16 @@ def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def projection_sizes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """The outputs and inputs of one layer's products, by the names of PRODUCTS."""
+def projection_sizes(config: DecoderConfig, attention_inputs: int | None = None) -> dict[str, tuple[int, int]]:
+    """The outputs and inputs of one layer's products, by the names of PRODUCTS, where attention reads so many numbers
+    (None: the hidden state)."""
     hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    inputs = attention_inputs or hidden
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
     return {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.q_proj": (heads, inputs),
+        "self_attn.k_proj": (kv_heads, inputs),
+        "self_attn.v_proj": (kv_heads, inputs),
         "self_attn.o_proj": (hidden, heads),
         "mlp.gate_proj": (width, hidden),
         "mlp.up_proj": (width, hidden),
@@ -99,8 +101,16 @@ _Part = tuple[Tensor, Tensor, Tensor]  # of one slot and product: [slices, rank,
 class StackedAdapters:
     """An AdapterBank of a decoder by PyTorch or Triton: slots of one size."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+        attention_inputs: int | None = None,
+    ) -> None:
         self._config, self._dtype, self._device, self._batch_invariant = config, dtype, device, batch_invariant
+        self._sizes = projection_sizes(config, attention_inputs)
         self._layers: list[dict[str, LowRankWeights]] = []  # by the names of PRODUCTS
         self._held: list[frozenset[tuple[int, str]]] = []  # of each slot, the layers and products that it changes
 
@@ -111,7 +121,7 @@ class StackedAdapters:
 
     def make_room(self, num_slots: int, max_rank: int) -> None:
         """Makes room for all slots, on the device."""
-        rank, sizes = slot_rank(max_rank), projection_sizes(self._config)
+        rank, sizes = slot_rank(max_rank), self._sizes
 
         def weights(*parts: str) -> LowRankWeights:
             bounds = tuple(accumulate((sizes[part][0] for part in parts), initial=0))

@@ -22,6 +22,7 @@ from outrider.engine.models.decoder_config import DecoderConfig, parse_config, r
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.kernels.types import TreeMask
+from outrider.proposers.heads.adapters import HeadAdapters
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 from outrider.proposers.heads.layer_weights import further_layer, read_layer
 
@@ -47,8 +48,14 @@ class LayerHead(ABC):
         self._block = read_layer(config, reader, prefixes, inputs)
         self._further = [further_layer(config, reader, index) for index in range(1, config.num_layers)]
         self._embeddings = target.embeddings
+        self.adapters = HeadAdapters(config, reader.dtype, reader.device, attention_inputs=inputs)
         tables = rotary_tables(config, reader.dtype)[config.rotary_types[0]]
         self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether `adapters` may change it: a head of one layer, that drafts a token a pass."""
+        return not self._further and self.mask is None
 
     @abstractmethod
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +93,9 @@ class LayerHead(ABC):
     ) -> Tensor:  # [rows, width] -> [rows, hidden]
         plan, slots = self._plan(batch, cache.block_size, state.dtype), batch.slot_mapping
         normed, residual, rotary = self._entered(batch, state)
-        update, residual = self._block.forward(normed, residual, rotary, plan, slots, cache.keys[0], cache.values[0])
+        update, residual = self._block.forward(
+            normed, residual, rotary, plan, slots, cache.keys[0], cache.values[0], self.adapters.of(batch)
+        )
         for index, (weight, block) in enumerate(self._further, start=1):
             normed, residual = add_rms_norm(update, residual, weight, self.config.rms_norm_eps)
             update, residual = block.forward(

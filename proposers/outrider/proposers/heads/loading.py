@@ -85,3 +85,9 @@ def load_head(
         )
     with torch.inference_mode():
         return HEADS[method](config, HeadReader(state, dtype, device), target)
+
+
+def head_digest(folder: Path) -> str:
+    """SHA-256, in hex, of a head's configuration and weights. Raises WrongCheckpoint."""
+    with checkpoint.checkpoint_digest(folder, checkpoint.weight_files(folder, lone=True)) as weights:
+        return checkpoint.model_digest(checkpoint.read_config(folder), weights())

@@ -38,12 +38,12 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         self._learner = 0  # the number of the latest
 
     async def Learn(self, request: Any, context: Any) -> AsyncIterator[learning_pb2.LearnResponse]:
-        """Hands out lessons until another learner asks, other weights draft, or the service drains."""
+        """Hands out lessons until another learner asks, the service drains, or another model drafts."""
         taught = self._taught()
         self._learner = turn = self._learner + 1
-        digest, rows = taught.model_digest(), taught.learned.drafts().learned.rows()
-        yield LEARNING_NEWS.encode(LearningNews(model_digest=digest, learned=rows))
-        while not self._is_draining() and digest == taught.model_digest():
+        learned = taught.learned.drafts().learned  # another one where another model drafts
+        yield LEARNING_NEWS.encode(LearningNews(model_digest=taught.model_digest(), learned=learned.rows()))
+        while not self._is_draining() and taught.learned.drafts().learned is learned:
             if turn != self._learner:
                 raise FailedPrecondition("another learner asked after this one", reason="ANOTHER_LEARNER")
             lessons, num_lost = taught.lessons.take()
