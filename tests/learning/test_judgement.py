@@ -11,14 +11,15 @@ import pytest
 from support.lessons import DRAWN, GREEDY, WINDOW, Target, served
 
 from outrider.learning.judgement import Trial, Verdict, share_accepted, worth
-from outrider.learning.student import Student, StudentPlan
+from outrider.learning.student import StudentPlan
+from outrider.learning.token_student import TokenStudent
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(DRAWN, repetition_penalty=1.3, logit_bias={40: 2.0})])
 def test_the_shadow_is_what_a_service_drafts(draft: Path, targets: dict[str, Target], sampling: SamplingParams) -> None:
     """Of a text that another model wrote, accepted over drafted."""
-    student = Student(draft, StudentPlan())
+    student = TokenStudent(draft, StudentPlan())
     lesson = replace(targets["one"].lesson(3, 40, replace(sampling, repetition_penalty=1.0, logit_bias={})))
     lesson = replace(lesson, sampling=sampling)
     accepted, drafted, rounds = served(draft, lesson)
@@ -46,7 +47,7 @@ def test_rounds_are_counted_as_they_come() -> None:
 
 def test_under_rejection_it_is_the_texts_probability(draft: Path, targets: dict[str, Target]) -> None:
     lesson = replace(targets["one"].lesson(3), acceptance=AcceptanceRule.REJECTION)
-    logits = Student(draft, StudentPlan()).logits(lesson)
+    logits = TokenStudent(draft, StudentPlan()).logits(lesson)
     probs = (logits / lesson.sampling.temperature).softmax(-1)[range(24), list(lesson.output_ids)]
     assert worth(lesson, logits, WINDOW) == pytest.approx(float(probs.mean()))
 

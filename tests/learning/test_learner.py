@@ -14,6 +14,7 @@ from support.lessons import GREEDY, VOCAB, Target
 
 from outrider.learning.learner import Learner, LearnerPlan
 from outrider.learning.student import State, Student, StudentPlan
+from outrider.learning.token_student import TokenStudent
 from outrider.learning.traffic import PoolPlan
 from outrider.learning.versions import CARD_NAME, KEPT, Shelf, Version
 from outrider.rpc.messages import LearningKey, Lesson
@@ -25,7 +26,7 @@ PLAN = LearnerPlan(PoolPlan(hold_out=3), candidate_steps=16, error=0.05, window=
 
 @pytest.fixture(scope="module")
 def student(draft: Path) -> Student:
-    return Student(draft, HOW)
+    return TokenStudent(draft, HOW)
 
 
 @pytest.fixture(scope="module")

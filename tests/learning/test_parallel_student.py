@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
-from outrider.learning import parallel_student
-from outrider.learning.parallel_student import ParallelStudent, reached_by, student_of
-from outrider.learning.student import LOWEST, Student, StudentPlan
+from outrider.learning import window_student
+from outrider.learning.parallel_student import ParallelStudent
+from outrider.learning.student import LOWEST, StudentPlan
+from outrider.learning.students import student_of
+from outrider.learning.token_student import TokenStudent
+from outrider.learning.window_student import reached_by
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 MASK = VOCAB - 1
@@ -44,7 +47,7 @@ def student(parallel: Path) -> ParallelStudent:
 
 
 def test_a_model_without_a_mask_token_learns_as_it_drafts(draft: Path) -> None:
-    assert type(student_of(draft, PLAN)) is Student
+    assert type(student_of(draft, PLAN)) is TokenStudent
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, PROCESSED], ids=["greedy", "drawn", "processed"])
@@ -85,7 +88,7 @@ def test_the_shadow_is_what_a_service_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Accepted over drafted, before it has learned anything and after; over several passes of ends."""
-    monkeypatch.setattr(parallel_student, "ENDS_AT_ONCE", 7)
+    monkeypatch.setattr(window_student, "ENDS_AT_ONCE", 7)
     student = student_of(parallel, PLAN)
     if is_learned:
         optimizer = student.new_optimizer()

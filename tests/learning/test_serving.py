@@ -22,8 +22,9 @@ from outrider.draft_service import boot
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE, put_learned
 from outrider.learning.learner import Learner, LearnerPlan, run
-from outrider.learning.links import DraftLink
+from outrider.learning.links import LearningLink
 from outrider.learning.student import Student, StudentPlan
+from outrider.learning.token_student import TokenStudent
 from outrider.learning.traffic import PoolPlan
 from outrider.learning.versions import Shelf, Version
 from outrider.rpc.errors import FailedPrecondition
@@ -143,9 +144,9 @@ def learning(student: Student, folder: Path, plan: LearnerPlan = PLAN) -> Iterat
 
 
 @asynccontextmanager
-async def linked(learner: Learner, *addresses: str) -> AsyncIterator[list[DraftLink]]:
+async def linked(learner: Learner, *addresses: str) -> AsyncIterator[list[LearningLink]]:
     """While in it, lessons come, and what is in use is kept in use."""
-    links = [DraftLink(address, None, learner, lambda: dict(learner.shelf.live)) for address in addresses]
+    links = [LearningLink(address, None, learner, lambda: dict(learner.shelf.live)) for address in addresses]
     tasks = [asyncio.create_task(link.run()) for link in links]
     try:
         await until(lambda: all(link.is_there for link in links))
@@ -158,7 +159,7 @@ async def linked(learner: Learner, *addresses: str) -> AsyncIterator[list[DraftL
 
 @pytest.fixture(scope="module")
 def student(served: Deployment) -> Student:
-    return Student(draft_of(served), StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_weight=0.0))
+    return TokenStudent(draft_of(served), StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_weight=0.0))
 
 
 def put(learner: Learner, key: LearningKey, seed: int) -> Version:
@@ -252,10 +253,10 @@ async def test_a_draft_of_other_weights_and_one_that_does_not_hand_out_are_told(
         student.digest, own = "f" * 64, student.digest
         try:
             with pytest.raises(FailedPrecondition, match="drafts with another model"):
-                await DraftLink(address, None, learner, dict).run()
+                await LearningLink(address, None, learner, dict).run()
         finally:
             student.digest = own
-        first = asyncio.create_task(DraftLink(address, None, learner, dict).run())
+        first = asyncio.create_task(LearningLink(address, None, learner, dict).run())
         await asyncio.sleep(0.5)
         async with linked(learner, address):
             with pytest.raises(FailedPrecondition, match="another learner asked after this one"):

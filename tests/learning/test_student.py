@@ -14,7 +14,8 @@ from outrider.engine.loader import load_model
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.learning.judgement import worth
-from outrider.learning.student import State, Student, StudentPlan
+from outrider.learning.student import State, StudentPlan
+from outrider.learning.token_student import TokenStudent
 from outrider.rpc.words.sampling_params import SamplingParams
 
 PLAN = StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_windows=8, replay_length=16)
@@ -25,8 +26,8 @@ PROCESSED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def student(draft: Path) -> Student:
-    return Student(draft, PLAN)
+def student(draft: Path) -> TokenStudent:
+    return TokenStudent(draft, PLAN)
 
 
 def same(left: State, right: State) -> bool:
@@ -36,7 +37,7 @@ def same(left: State, right: State) -> bool:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, PROCESSED], ids=["greedy", "drawn", "processed"])
 @pytest.mark.parametrize("num_given", [0, 3])
 def test_the_loss_is_the_law_that_the_sampler_draws_from(
-    student: Student, targets: dict[str, Target], sampling: SamplingParams, num_given: int
+    student: TokenStudent, targets: dict[str, Target], sampling: SamplingParams, num_given: int
 ) -> None:
     """Of the same logits: greedily the law is that before temperature."""
     lesson = replace(targets["one"].lesson(2), sampling=sampling, num_given=num_given)
@@ -52,7 +53,7 @@ def test_the_loss_is_the_law_that_the_sampler_draws_from(
     assert float(student._loss(lesson).detach()) == pytest.approx(float(wanted.mean()), rel=1e-3)
 
 
-def test_it_learns_what_a_target_draws(student: Student, targets: dict[str, Target]) -> None:
+def test_it_learns_what_a_target_draws(student: TokenStudent, targets: dict[str, Target]) -> None:
     """On texts that it has not seen, greedy and drawn, and little of its own is forgotten."""
     lessons = [targets["one"].lesson(number, sampling=(GREEDY, DRAWN)[number % 2]) for number in range(60)]
     unseen, own = lessons[:20], [targets["own"].lesson(number) for number in range(100, 110)]
@@ -70,7 +71,7 @@ def test_replay_keeps_what_no_traffic_says(draft: Path, targets: dict[str, Targe
     lessons = [targets["one"].lesson(number) for number in range(16)]
     own, kept = [targets["own"].lesson(number) for number in range(100, 116)], {}
     for weight in (0.0, 3.0):
-        student = Student(draft, replace(PLAN, replay_weight=weight))
+        student = TokenStudent(draft, replace(PLAN, replay_weight=weight))
         optimizer = student.new_optimizer()
         for number in range(40):
             student.step(optimizer, [lessons[(4 * number + index) % 16] for index in range(4)], number)
@@ -78,7 +79,7 @@ def test_replay_keeps_what_no_traffic_says(draft: Path, targets: dict[str, Targe
     assert kept[3.0] > kept[0.0] + 0.03
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(student: Student, targets: dict[str, Target]) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(student: TokenStudent, targets: dict[str, Target]) -> None:
     broken = {name: tensor * float("nan") for name, tensor in student.untrained().items()}
     student.hold(broken)
     with pytest.raises(FloatingPointError):
@@ -87,7 +88,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(student: Student, targets: di
     assert same(student.state(), student.untrained())
 
 
-def test_what_is_written_is_what_a_draft_loads(student: Student, targets: dict[str, Target], tmp_path: Path) -> None:
+def test_what_is_written_is_what_a_draft_loads(
+    student: TokenStudent, targets: dict[str, Target], tmp_path: Path
+) -> None:
     optimizer = student.new_optimizer()
     student.hold(student.untrained())
     student.step(optimizer, [targets["one"].lesson(1)], 0)
@@ -98,4 +101,4 @@ def test_what_is_written_is_what_a_draft_loads(student: Student, targets: dict[s
     with pytest.raises(ValueError, match="adapter_model"):
         (tmp_path / "one" / "adapter_model.safetensors").unlink()
         student.read(tmp_path / "one")
-    assert student.digest == load_model(student.folder).digest
+    assert student.digest == load_model(student._base.folder).digest

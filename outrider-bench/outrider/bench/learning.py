@@ -247,8 +247,8 @@ def new_student(settings: LearningSettings, draft: Path) -> Student:
     """Of a draft's folder."""
     import torch
 
-    from outrider.learning.parallel_student import student_of
     from outrider.learning.student import StudentPlan
+    from outrider.learning.students import student_of
 
     torch.set_num_threads(1)
     plan = StudentPlan(settings.rank, settings.learning_rate, num_tokens=settings.num_draft_tokens)

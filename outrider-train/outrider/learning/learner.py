@@ -139,7 +139,8 @@ class Learner:
         self._pupils: OrderedDict[LearningKey, Pupil] = OrderedDict()  # the one taught longest ago first
         self._turns: list[LearningKey] = []
         self._lock = Lock()
-        self.num_promoted = self.num_taken_back = self.num_lost = 0
+        self.num_promoted = self.num_taken_back = self.num_lost = self.num_left_aside = 0
+        self._strangers: set[str] = set()  # targets of which something was left aside
         for key, version in list(shelf.live.items()):
             self._go_on(key, version)
 
@@ -148,7 +149,16 @@ class Learner:
         with self._lock:
             self.num_lost += num_lost
             for lesson in lessons:
-                self._pupil(lesson.key).pool.take(lesson)
+                if self.student.takes(lesson):
+                    self._pupil(lesson.key).pool.take(lesson)
+                else:
+                    self._leave_aside(lesson)
+
+    def _leave_aside(self, lesson: Lesson) -> None:
+        self.num_left_aside += 1
+        if lesson.target_digest not in self._strangers:
+            self._strangers.add(lesson.target_digest)
+            logger.warning("target %s: texts of it, or so long ones, cannot be learned from", lesson.target_digest[:12])
 
     def turn(self) -> bool:
         """A few steps of one key, and what its lessons judge; whether there was anything to do."""

@@ -1,5 +1,5 @@
-"""Between a learner and the drafts that it learns from: lessons come, and every draft is brought to use the versions
-that are to be in use, also one that has started again. A draft that is away is sought again."""
+"""Between a learner and the services that it learns from, drafts or targets with a head: lessons come, and each is
+brought to use the versions that are to be in use, also one that has started again. One that is away is sought again."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ LOOKS_EVERY_S = 0.5
 SOUGHT_EVERY_S = 2.0
 InUse = tuple[str, tuple[str, ...]]  # a digest, and the callers who are left out
 NOTHING: InUse = ("", ())
-FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER")  # reasons for which nothing more can be learned from a draft
+FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER")  # reasons for which nothing more can be learned from it
 
 
 @dataclass(slots=True, eq=False)
-class DraftLink:
-    """One draft. Belongs to the event loop."""
+class LearningLink:
+    """One service that drafts. Belongs to the event loop."""
 
     address: str
     tls: ClientTls | None
     learner: Learner
     in_use: Callable[[], Mapping[LearningKey, Version]]
-    used: dict[LearningKey, InUse] = field(default_factory=dict)  # what the draft has, as it said
+    role: str = "draft"  # draft, or target: of a head
+    used: dict[LearningKey, InUse] = field(default_factory=dict)  # what it has, as it said
     refused: set[str] = field(default_factory=set)  # digests
     is_there: bool = False
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises PermissionDenied and FailedPrecondition for a draft that nothing can be learned
+        """Until it is cancelled. Raises PermissionDenied and FailedPrecondition for one that nothing can be learned
         from."""
         while True:
             try:
@@ -47,9 +48,9 @@ class DraftLink:
                     await self._serve(channel)
             except OutriderError as error:
                 if isinstance(error, PermissionDenied) or error.reason in FINAL:
-                    raise type(error)(f"draft {self.address}: {error.message}", reason=error.reason) from error
+                    raise type(error)(f"{self.role} {self.address}: {error.message}", reason=error.reason) from error
                 if self.is_there:
-                    logger.warning("draft %s is away: %s", self.address, error.message)
+                    logger.warning("%s %s is away: %s", self.role, self.address, error.message)
             self.is_there = False
             await asyncio.sleep(SOUGHT_EVERY_S)
 
@@ -87,7 +88,7 @@ class DraftLink:
                     self.used[key] = done.after, wants[1]
                 except InvalidArgument as error:
                     self.refused.add(wants[0])
-                    logger.warning("draft %s does not take %s: %s", self.address, path, error.message)
+                    logger.warning("%s %s does not take %s: %s", self.role, self.address, path, error.message)
                 if self.used.get(key) == NOTHING:
                     self.used.pop(key)
             await asyncio.sleep(LOOKS_EVERY_S)
@@ -96,6 +97,7 @@ class DraftLink:
         """Raises FailedPrecondition where another model drafts."""
         own, its = self.learner.student.digest, first.model_digest
         if own != its:
-            told = f"drafts with another model, {its[:12] or 'none'}, than --model, {own[:12]}"
+            flag = "--head" if self.role == "target" else "--model"
+            told = f"drafts with another model, {its[:12] or 'none'}, than {flag}, {own[:12]}"
             raise FailedPrecondition(told, reason="OTHER_MODEL")
         self.used = {row.key: (row.digest, row.left_out) for row in first.learned}

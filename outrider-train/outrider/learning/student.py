@@ -1,16 +1,17 @@
-"""The draft's model as a learner has it: the weights that it serves with, which stay, and low-rank ones beside them for
-every key (LoRA, Hu et al., arXiv 2106.09685), which are trained, judged, and written as PEFT writes them.
+"""What drafts as a learner has it: the weights that it serves with, which stay, and low-rank ones beside them for every
+key (LoRA, Hu et al., arXiv 2106.09685), which are trained, judged, and written as PEFT writes them.
 
 The loss is the negative log likelihood of what the target drew under the draft's law through the same processors:
 temperature, penalties, biases and masks are applied to the draft's logits as they were to the target's. Greedy tokens
-are hard labels. Beside it stands the divergence from the draft as it was, on texts that it writes itself: what no
-traffic says any more is not forgotten."""
+are hard labels. Beside it stands the divergence from the draft as it was, on texts of no traffic: what that says no
+more is not forgotten."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from outrider.engine.adapters.config import CONFIG_NAME
-from outrider.engine.adapters.loader import WEIGHTS_NAME, read_adapter
-from outrider.engine.loader import load_model
-from outrider.engine.models.base import TakesAdapters
-from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
-from outrider.kernels.sampling.reference import adjust_logits
-from outrider.learning.judgement import worth
+from outrider.engine.adapters.loader import PREFIX, WEIGHTS_NAME, read_adapter
 from outrider.rpc.messages import Lesson
-from outrider.training.model import continue_windows
 
 LOWEST = -1e4  # of a logit: what a mask hides has no likelihood, and no gradient
 State = dict[str, Tensor]
@@ -43,7 +37,7 @@ class StudentPlan:
     rank: int = 16
     learning_rate: float = 2e-3
     batch_size: int = 8  # lessons of a step
-    num_tokens: int = 5  # of a pass, where the model drafts in parallel
+    num_tokens: int = 5  # of a pass or a chain, where several are learned at once
     greedy_weight: float = 1.0  # of a greedy token's likelihood, beside a drawn one's
     replay_weight: float = 0.3  # of the divergence from the draft as it was
     replay_windows: int = 64
@@ -52,26 +46,42 @@ class StudentPlan:
     seed: int = 11
 
 
-class Student:
-    """One model, with the weights of one key at a time. Belongs to one thread."""
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What stays."""
 
-    def __init__(self, folder: Path, plan: StudentPlan) -> None:
-        """Raises ValueError for a model that takes no adapters."""
-        self.plan, self.folder = plan, folder
-        served = load_model(folder, lone_file=True)  # as a draft has it; it is not kept
-        if not isinstance(served.model, TakesAdapters):
-            raise ValueError(f"model: {folder} takes no adapters; allowed: a model of our own decoder")
-        self.digest, self.vocab_size, self._eos_ids = served.digest, served.vocab_size, served.eos_token_ids
-        self._linears = served.model.adapters.linears
-        names = sorted({name.rpartition(".")[2] for name in self._linears})
-        self._config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=names, lora_dropout=0.0)
+    folder: Path
+    digest: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    linears: Mapping[str, tuple[int, int]]  # what an adapter may change, as services name it: outputs and inputs
+    layer: tuple[str, str] = ("", "")  # what a name begins with in a service, and in the model that is trained
+
+
+class Student(ABC):
+    """One model or head, with the weights of one key at a time. Belongs to one thread."""
+
+    def __init__(self, base: Base, model: nn.Module, plan: StudentPlan) -> None:
+        self.plan, self._base = plan, base
+        self.digest, self.vocab_size = base.digest, base.vocab_size
+        of_service, of_model = base.layer
+        names = sorted({name.removeprefix(of_service) for name in base.linears})
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        targets = [of_model + name for name in names] if of_service else ends
+        self._ends = ends
+        self._config = LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=targets, lora_dropout=0.0)
         torch.manual_seed(plan.seed)
-        self._model: Any = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), self._config
-        )
+        self._model: Any = get_peft_model(model, self._config)
         self._trained = [weight for weight in self._model.parameters() if weight.requires_grad]
         self._untrained = self.state()
-        self._replay: Tensor | None = None
+
+    @abstractmethod
+    def worth(self, lesson: Lesson, window: int, with_learned: bool = True) -> float:
+        """What the present weights, or the model alone, are worth for a lesson, in rounds of so many drafted tokens."""
+
+    def takes(self, lesson: Lesson) -> bool:
+        """Whether it can be learned from here."""
+        return True
 
     def untrained(self) -> State:
         """Weights that add nothing."""
@@ -109,69 +119,35 @@ class Student:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def worth(self, lesson: Lesson, window: int, with_learned: bool = True) -> float:
-        """What the present weights, or the model alone, are worth for a lesson, in rounds of so many drafted tokens."""
-        return worth(lesson, self.logits(lesson, with_learned), window)
-
-    @torch.inference_mode()
-    def logits(self, lesson: Lesson, with_learned: bool = True) -> Tensor:  # [drawn, vocab] float32
-        """Behind every token before one that was drawn, through the lesson's processors but for its temperature."""
-        self._model.eval()
-        if with_learned:
-            return self._adjusted(lesson)
-        with self._model.disable_adapter():
-            return self._adjusted(lesson)
-
     def write(self, state: State, folder: Path) -> str:
-        """Writes weights in PEFT's layout; the digest that a draft knows them by. Raises what reading them raises."""
+        """Writes weights in PEFT's layout; the digest that a service knows them by. Raises what reading them raises."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS_NAME)
-        said = self._config.to_dict() | {"base_model_name_or_path": self.folder.name, "inference_mode": True}
-        said["target_modules"] = sorted(said["target_modules"])
+        of_service, of_model = (PREFIX + part for part in self._base.layer)
+        named = {of_service + name.removeprefix(of_model): tensor.contiguous() for name, tensor in state.items()}
+        save_file(named, folder / WEIGHTS_NAME)
+        said = self._config.to_dict() | {"base_model_name_or_path": self._base.folder.name, "inference_mode": True}
+        said["target_modules"] = self._ends
         (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-        return read_adapter(folder, self._linears, self.digest).digest
+        return read_adapter(folder, self._base.linears, self.digest).digest
 
     def read(self, folder: Path) -> State:
         """What `write` wrote. ValueError where it is another model's, or not whole."""
-        read_adapter(folder, self._linears, self.digest)
-        return dict(load_file(folder / WEIGHTS_NAME))
+        read_adapter(folder, self._base.linears, self.digest)
+        of_service, of_model = (PREFIX + part for part in self._base.layer)
+        found = load_file(folder / WEIGHTS_NAME)
+        return {of_model + name.removeprefix(of_service): tensor for name, tensor in found.items()}
 
+    @abstractmethod
     def _loss(self, lesson: Lesson) -> Tensor:
-        logits, sampling = self._adjusted(lesson), lesson.sampling
-        ids = torch.tensor(lesson.output_ids[lesson.num_given :])  # [drawn]
-        logits = logits if sampling.greedy else logits / sampling.temperature
-        loss = F.nll_loss(F.log_softmax(logits, dim=-1), ids)
-        return loss * self.plan.greedy_weight if sampling.greedy else loss
+        """A nat a token, [], with a gradient."""
 
-    def _adjusted(self, lesson: Lesson) -> Tensor:  # [drawn, vocab]
-        ids = torch.tensor([[*lesson.prompt_ids, *lesson.output_ids[:-1]]])  # [1, tokens]
-        count = len(lesson.output_ids) - lesson.num_given
-        logits = self._model(ids, use_cache=False, logits_to_keep=count).logits[0].float()  # [drawn, vocab]
-        given = tuple(lesson.output_ids[: lesson.num_given])
-        drawn = lesson.output_ids[lesson.num_given : -1]
-        sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, given, self._eos_ids, self.vocab_size)
-        return adjust_logits(logits, assemble([SamplingRows(sampler, drawn)], for_argmax=True)).clamp_min(LOWEST)
+    @abstractmethod
+    def _replayed(self, places: Tensor) -> tuple[Tensor, Tensor]:  # [some] -> [..., vocab], twice
+        """What was said before of some of the texts of no traffic, and what is said now."""
 
     def _divergence(self, number: int) -> Tensor:
-        """From the draft as it was, on a few of its own texts, a nat a token."""
-        windows = self._written()
+        """From the draft as it was, a nat a token."""
         size = max(1, self.plan.batch_size // 4)
-        places = (torch.arange(size) + number * size) % len(windows)
-        before, now = (F.log_softmax(said.float(), dim=-1).flatten(0, -2) for said in self._kept(windows[places]))
+        places = (torch.arange(size) + number * size) % self.plan.replay_windows
+        before, now = (F.log_softmax(said.float(), dim=-1).flatten(0, -2) for said in self._replayed(places))
         return F.kl_div(now, before, reduction="batchmean", log_target=True)
-
-    def _kept(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # [windows, length] -> [..., vocab], twice
-        """What the draft as it was says of texts, and what it says now."""
-        with torch.no_grad(), self._model.disable_adapter():
-            before: Tensor = self._model(ids, use_cache=False).logits
-        return before, self._model(ids, use_cache=False).logits
-
-    @torch.no_grad()
-    def _written(self) -> Tensor:  # [windows, length]
-        """Texts of the draft as it was, each behind a token of its own."""
-        if self._replay is None:
-            generator = torch.Generator().manual_seed(self.plan.seed)
-            ids = torch.randint(self.vocab_size, (self.plan.replay_windows, 1), generator=generator)
-            with self._model.disable_adapter():
-                self._replay = continue_windows(self._model, ids, self.plan.replay_length, 1.0, generator)
-        return self._replay
