@@ -1,10 +1,12 @@
 """A learner: for every key weights that are trained on its lessons, candidates of them that are judged by lessons held
 out, and what is in use, which is watched.
 
-A candidate is a copy of the weights of one moment. Lessons held out judge it against what is in use, and where a later
-copy takes its place, judge on: where no copy is any better, one is promoted in at most the share of cases that is the
-judgement's error. What was promoted is judged on, against the draft's model alone, and taken back where that is
-better.
+A candidate is the mean of the weights of late (Polyak and Juditsky, 1992). Lessons held out judge it against what is in
+use: those that have come, the newest first, and those that come until a later one takes its place. The k-th of a
+judgement has 6 / (pi k)^2 of its error, so that where none is any better, one is promoted in at most the share of
+judgements that is the error; one ends where something is put in use, and after so many lessons. That earlier ones were
+judged by the same lessons makes it no likelier: what is in use was chosen by them, and looks the better for it. What
+was promoted is judged on, by lessons that come, against the draft's model alone, and taken back where that is better.
 
 Several callers judge together, a text of each, so that nobody outweighs another; and each for itself whether what is
 in use drafts its texts worse than the model alone: then that drafts for it, until it is so no more."""
@@ -12,6 +14,7 @@ in use drafts its texts worse than the model alone: then that drafts for it, unt
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,9 +44,11 @@ class LearnerPlan:
 
     pool: PoolPlan = field(default_factory=PoolPlan)
     most_keys: int = 8
-    candidate_steps: int = 24  # between two candidates
+    candidate_steps: int = 24  # between two candidates, at least
+    growth: float = 1.25  # and times as many as went into the one before since the judgement began
+    averaged: float = 0.15  # of what a candidate is, that comes of the latest turn
     error: float = 0.01  # of a judgement
-    most_judges: int = 400  # lessons, after which a judgement begins anew
+    most_judges: int = 400  # lessons that come, after which a judgement begins anew
     window: int = 5  # drafted tokens of a round, as judgements count
 
 
@@ -97,18 +102,31 @@ class Watches:
 
 
 @dataclass(slots=True, eq=False)
+class Judgement:
+    """Candidates that share an error."""
+
+    began_at: int  # steps
+    last_at: int = 0  # steps after that, of the latest candidate
+    num_candidates: int = 0
+    num_lessons: int = 0  # that have come since
+
+
+@dataclass(slots=True, eq=False)
 class Pupil:
     """The weights of one key."""
 
     key: LearningKey
     pool: Pool
     state: State  # that are trained
+    average: State  # of these, of the latest turns
     optimizer: torch.optim.Optimizer
     trial: Trial  # of the candidates, against what is in use
     live: State | None = None  # in use; None: the model alone
     watch: Trial | None = None  # of the model alone, against what is in use
     callers: Watches = field(default_factory=Watches)
     candidate: Candidate | None = None
+    judgement: Judgement = field(default_factory=lambda: Judgement(0))
+    num_turns: int = 0  # since its weights began
     num_steps: int = 0
     loss: float = 0.0
     scores: dict[str, float] = field(default_factory=dict)  # worth of a lesson, smoothed, by what drafts
@@ -167,6 +185,7 @@ class Learner:
             return False
         self._learn(pupil)
         self._judge(pupil, pupil.pool.rounds())
+        self._nominate(pupil)
         return True
 
     def pupils(self) -> list[Pupil]:
@@ -200,9 +219,25 @@ class Learner:
                 self._begin_anew(pupil)
                 return
         pupil.state = self.student.state()
-        before = 0 if pupil.candidate is None else pupil.candidate.num_steps
-        if pupil.num_steps - before >= self.plan.candidate_steps:
-            pupil.candidate = Candidate(pupil.state, pupil.num_steps, pupil.pool.num_taken)
+        pupil.num_turns += 1
+        share = max(self.plan.averaged, 1 / pupil.num_turns)
+        pupil.average = {name: old.lerp(pupil.state[name], share) for name, old in pupil.average.items()}
+
+    def _nominate(self, pupil: Pupil) -> None:
+        """A candidate, if enough was learned since the one before; judged by what has come, if that decides."""
+        judgement, plan = pupil.judgement, self.plan
+        now = pupil.num_steps - judgement.began_at
+        if now < max(judgement.last_at + plan.candidate_steps, judgement.last_at * plan.growth):
+            return
+        judgement.last_at, judgement.num_candidates = now, judgement.num_candidates + 1
+        candidate = pupil.candidate = Candidate(pupil.average, pupil.num_steps, pupil.pool.num_taken)
+        pupil.trial = Trial(plan.error * share_of(judgement.num_candidates), plan.most_judges)
+        for lessons in pupil.pool.judged:
+            live, new = self._worths(lessons, pupil.live), self._worths(lessons, candidate.state)
+            if pupil.trial.add(*zip(new, live, strict=True)) is not Verdict.OPEN:
+                break
+        if pupil.trial.verdict is Verdict.BETTER:
+            self._promote(pupil, candidate)
 
     def _judge(self, pupil: Pupil, rounds: Sequence[Sequence[Lesson]]) -> None:
         """By rounds of a lesson of each caller."""
@@ -213,6 +248,7 @@ class Learner:
         worths = (Judged(*row) for row in zip((lesson.caller for lesson in lessons), alone, live, new, strict=True))
         for one in rounds:
             found = [next(worths) for _ in one]
+            pupil.judgement.num_lessons += len(one)
             self._watch_callers(pupil, found)
             for name in WORTHS:
                 pupil.note(name, mean_of(found, name))
@@ -220,13 +256,13 @@ class Learner:
             if self._falls_behind(pupil, [(row.alone, row.live) for row in users]):
                 self._take_back(pupil)
                 return
-            against = [] if candidate is None else [(row.candidate, row.live) for row in found]
-            verdict = pupil.trial.add(*against)
-            if candidate is not None and verdict is Verdict.BETTER:
+            if candidate is None or pupil.trial.verdict is not Verdict.OPEN:
+                continue  # the next one is waited for
+            if pupil.trial.add(*((row.candidate, row.live) for row in found)) is Verdict.BETTER:
                 self._promote(pupil, candidate)
-            if verdict is not Verdict.OPEN:
-                pupil.trial = self._new_trial()
                 return
+        if pupil.judgement.num_lessons >= self.plan.most_judges:
+            pupil.judgement = Judgement(pupil.num_steps)
 
     def _watch_callers(self, pupil: Pupil, found: Sequence[Judged]) -> None:
         """Leaves out those for whose texts the model alone is better. One caller alone is judged with all."""
@@ -263,7 +299,7 @@ class Learner:
             number, digest, str(path), candidate.num_lessons, candidate.num_steps, trial.num_lessons, trial.mean_gain,
             self.plan.error, time.time(), tuple(sorted(pupil.callers.left_out)),
         )  # fmt: skip
-        pupil.live, pupil.watch = candidate.state, self._new_trial()
+        pupil.live, pupil.watch, pupil.judgement = candidate.state, self._new_trial(), Judgement(pupil.num_steps)
         pupil.callers.begin()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
@@ -278,7 +314,8 @@ class Learner:
     def _begin_anew(self, pupil: Pupil) -> None:
         """Its weights are those of the model alone again; what is in use stays, unless it was taken back."""
         pupil.state, pupil.optimizer, pupil.candidate = self.student.untrained(), self.student.new_optimizer(), None
-        pupil.trial = self._new_trial()
+        pupil.average, pupil.num_turns, pupil.trial = pupil.state, 0, self._new_trial()
+        pupil.judgement = Judgement(pupil.num_steps)
 
     def _change(self, pupil: Pupil, version: Version | None, said: str) -> None:
         with self._lock:
@@ -305,7 +342,7 @@ class Learner:
 
     def _new(self, key: LearningKey, state: State) -> Pupil:
         pool, optimizer = Pool(self.plan.pool, self.student.vocab_size), self.student.new_optimizer()
-        return Pupil(key, pool, state, optimizer, self._new_trial())
+        return Pupil(key, pool, state, state, optimizer, self._new_trial())
 
     def _go_on(self, key: LearningKey, version: Version) -> None:
         try:
@@ -317,6 +354,11 @@ class Learner:
         pupil = self._pupils[key] = self._new(key, state)
         pupil.live, pupil.watch = state, self._new_trial()
         pupil.callers.left_out = dict.fromkeys(version.left_out)
+
+
+def share_of(number: int) -> float:
+    """What the judgement of one of many candidates has of an error that all have together."""
+    return 6 / (math.pi * number) ** 2
 
 
 def mean_of(judged: Sequence[Judged], name: str) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
@@ -19,6 +19,7 @@ from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, Lesson
 MAX_SEEN = 65_536  # texts that are known to have come
 MAX_WAITING = 32  # lessons of a caller that wait to judge
 MAX_CALLERS = 64  # the latest
+MAX_JUDGED = 200  # rounds that have judged, which judge what is made later
 MOST_READS = 16  # of a lesson, on average: more is learned by heart
 LEAST_TOKENS = 8  # of an answer, that teaches
 
@@ -96,6 +97,7 @@ class Pool:
     num_refused: int = 0  # of those that cannot be learned from
     num_again: int = 0  # that had come before
     num_tokens: int = 0  # that were drawn, of those taken
+    _judged: deque[list[Lesson]] = field(default_factory=lambda: deque(maxlen=MAX_JUDGED))  # the newest last
     _parts: OrderedDict[str, CallersPart] = field(default_factory=OrderedDict)  # by caller, the latest last
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)
@@ -136,13 +138,22 @@ class Pool:
             return [lesson for part in parts for lesson in part.sample(shares[id(part)], self._dice)]
 
     def rounds(self) -> list[list[Lesson]]:
-        """Those held out that have come since the last time, a text of every caller together: each judges once. One who
-        sends none is waited for until another's next has no room."""
+        """Those held out that have come since the last time, a text of every caller together. One who sends none is
+        waited for until another's next has no room."""
         found: list[list[Lesson]] = []
         with self._lock:
             while self._has_round():
                 found.append([part.judges.popleft() for part in self._parts.values() if part.judges])
+            self._judged.extend(found)
+            while sum(map(_bytes_of, self._judged)) > self.plan.max_bytes // 4:
+                self._judged.popleft()
         return found
+
+    @property
+    def judged(self) -> list[list[Lesson]]:
+        """Those of before, the newest first."""
+        with self._lock:
+            return list(reversed(self._judged))
 
     @property
     def has_rounds(self) -> bool:
@@ -165,9 +176,9 @@ class Pool:
     def num_bytes(self) -> int:
         """Memory that its lessons take, about."""
         with self._lock:
-            return sum(
-                part.latest_bytes + sum(lesson.num_bytes for lesson in (*part.kept, *part.judges))
-                for part in self._parts.values()
+            judged = sum(map(_bytes_of, self._judged))
+            return judged + sum(
+                part.latest_bytes + _bytes_of((*part.kept, *part.judges)) for part in self._parts.values()
             )
 
     def _has_round(self) -> bool:
@@ -200,7 +211,7 @@ class Pool:
     def _most_kept(self) -> int:
         """Lessons of a caller."""
         longest = LESSON_BYTES + TOKEN_BYTES * self.plan.max_tokens
-        return max(1, self.plan.max_bytes // 2 // longest // len(self._parts))
+        return max(1, self.plan.max_bytes // 4 // longest // len(self._parts))
 
     def _has_come(self, digest: bytes) -> bool:
         known = digest in self._seen
@@ -209,6 +220,10 @@ class Pool:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return known
+
+
+def _bytes_of(lessons: Iterable[Lesson]) -> int:
+    return sum(lesson.num_bytes for lesson in lessons)
 
 
 def is_usable(lesson: Lesson, vocab_size: int, max_tokens: int) -> bool:
