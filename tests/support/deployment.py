@@ -14,6 +14,7 @@ import grpc.aio
 import httpx
 from support.fakes import until
 from support.gateways import Gateway, gateway, save_toy_tokenizer
+from support.heads import random_head_of
 from support.models import save_tiny
 
 from outrider.draft_service import boot as draft_boot
@@ -22,6 +23,7 @@ from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.channel import connect
+from outrider.rpc.learning.lessons import UNSALTED
 from outrider.target_service import boot as target_boot
 from outrider.target_service.boot import TargetService
 from outrider.target_service.settings import TargetSettings
@@ -101,15 +103,20 @@ async def deployed(
     through: Callable[[str, str], Awaitable[str]] = _directly,
     allow_adapter_changes: bool = False,
     allow_target_reload: bool = False,
+    head: str = "",
     **of_draft: Any,
 ) -> AsyncIterator[Deployment]:
-    """Starts all, and ends all. `through` says, by a service's role and address, where the gateway is to reach it."""
+    """Starts all, and ends all. `through` says, by a service's role and address, where the gateway is to reach it.
+    Beside the target a random head of this method drafts, and learns; empty: none does."""
     models = [save_tiny(folder / name, seed=seed, vocab_size=VOCAB) for name, seed in (("target", 1), ("draft", 2))]
     for model in models:
         save_toy_tokenizer(model)
     common: dict[str, Any] = {"listen": "127.0.0.1:0", "num_blocks": 512, "threads": 1}
     of_target = {"batch_invariant": True, "allow_adapter_changes": allow_adapter_changes, **common}
     of_target["allow_reload"] = allow_target_reload
+    if head:
+        made = random_head_of(models[0], head, folder / "head")
+        of_target |= {"head": made, "head_trial": "off", "learn_from": [UNSALTED]}
     target = await target_boot.start(TargetSettings(model=models[0], **of_target))
     draft = await draft_boot.start(DraftSettings(model=models[1], allow_reload=True, **common, **of_draft))
     tokenizer = Tokenizer.load(models[0])

@@ -106,7 +106,7 @@ def _what(info: Any) -> str:
             said.append(f"drafts by its {', '.join(method.name for method in info.methods)}")
         if isinstance(info, TargetInfo) and info.adapters:
             said.append(f"adapters {', '.join(adapter.name for adapter in info.adapters)}")
-        if isinstance(info, DraftInfo) and info.learned:
+        if info.learned:
             said.append(f"learned {', '.join(one.said for one in info.learned)}")
     else:
         how = ", ".join(info.methods) or "no draft"

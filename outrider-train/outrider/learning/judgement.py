@@ -22,7 +22,7 @@ from outrider.kernels.verify.reference import coupled_choice
 from outrider.rpc.messages import Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule
 
-STAKES = (0.1, 0.3, 0.6, 0.9)  # of what a bettor has; each has a share
+STAKES = (0.3, 0.95)  # of what a bettor has; each has a share
 
 
 def worth(lesson: Lesson, logits: Tensor, window: int) -> float:

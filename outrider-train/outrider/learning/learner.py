@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 TURN_STEPS = 8  # of a key, before another's turn
 LEAST_LESSONS = 8  # of a key, before anything is learned of it
 WORTHS = ("alone", "live", "candidate")
+JudgedRound = tuple[list[Lesson], list[float]]  # a lesson of each caller, and what each was worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class LearnerPlan:
 
     pool: PoolPlan = field(default_factory=PoolPlan)
     most_keys: int = 8
-    candidate_steps: int = 24  # between two candidates, at least
-    growth: float = 1.25  # and times as many as went into the one before since the judgement began
+    candidate_steps: int = 64  # between two candidates, at least
+    growth: float = 1.5  # and times as many as went into the one before since the judgement began
     averaged: float = 0.15  # of what a candidate is, that comes of the latest turn
     error: float = 0.01  # of a judgement
     most_judges: int = 400  # lessons that come, after which a judgement begins anew
@@ -126,6 +127,7 @@ class Pupil:
     callers: Watches = field(default_factory=Watches)
     candidate: Candidate | None = None
     judgement: Judgement = field(default_factory=lambda: Judgement(0))
+    live_worths: list[JudgedRound] = field(default_factory=list)  # with what is in use
     num_turns: int = 0  # since its weights began
     num_steps: int = 0
     loss: float = 0.0
@@ -232,12 +234,19 @@ class Learner:
         judgement.last_at, judgement.num_candidates = now, judgement.num_candidates + 1
         candidate = pupil.candidate = Candidate(pupil.average, pupil.num_steps, pupil.pool.num_taken)
         pupil.trial = Trial(plan.error * share_of(judgement.num_candidates), plan.most_judges)
-        for lessons in pupil.pool.judged:
-            live, new = self._worths(lessons, pupil.live), self._worths(lessons, candidate.state)
-            if pupil.trial.add(*zip(new, live, strict=True)) is not Verdict.OPEN:
+        for lessons, live in self._live_worths(pupil):
+            if pupil.trial.add(*zip(self._worths(lessons, candidate.state), live, strict=True)) is not Verdict.OPEN:
                 break
         if pupil.trial.verdict is Verdict.BETTER:
             self._promote(pupil, candidate)
+
+    def _live_worths(self, pupil: Pupil) -> list[JudgedRound]:
+        """Of what has come, the newest first, with what is in use."""
+        known = {id(lessons): worths for lessons, worths in pupil.live_worths}  # which live as long as these
+        missing = [lessons for lessons in pupil.pool.judged if id(lessons) not in known]
+        known |= {id(lessons): self._worths(lessons, pupil.live) for lessons in missing}
+        pupil.live_worths = [(lessons, known[id(lessons)]) for lessons in pupil.pool.judged]
+        return pupil.live_worths
 
     def _judge(self, pupil: Pupil, rounds: Sequence[Sequence[Lesson]]) -> None:
         """By rounds of a lesson of each caller."""
@@ -300,13 +309,14 @@ class Learner:
             self.plan.error, time.time(), tuple(sorted(pupil.callers.left_out)),
         )  # fmt: skip
         pupil.live, pupil.watch, pupil.judgement = candidate.state, self._new_trial(), Judgement(pupil.num_steps)
+        pupil.live_worths = []
         pupil.callers.begin()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
 
     def _take_back(self, pupil: Pupil) -> None:
         self._begin_anew(pupil)
-        pupil.live = pupil.watch = None
+        pupil.live, pupil.watch, pupil.live_worths = None, None, []
         pupil.callers = Watches()
         self.num_taken_back += 1
         self._change(pupil, None, "the model alone drafts better: taken back")

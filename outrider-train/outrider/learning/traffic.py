@@ -19,7 +19,7 @@ from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, Lesson
 MAX_SEEN = 65_536  # texts that are known to have come
 MAX_WAITING = 32  # lessons of a caller that wait to judge
 MAX_CALLERS = 64  # the latest
-MAX_JUDGED = 200  # rounds that have judged, which judge what is made later
+MAX_JUDGED = 400  # rounds that have judged, which judge what is made later
 MOST_READS = 16  # of a lesson, on average: more is learned by heart
 LEAST_TOKENS = 8  # of an answer, that teaches
 
