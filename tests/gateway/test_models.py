@@ -13,6 +13,8 @@ import grpc
 import httpx
 import pytest
 from pydantic import ValidationError
+from safetensors.torch import load_file
+from support.adapters import save_adapter
 from support.fakes import until
 from support.gateways import save_toy_tokenizer
 from support.metrics import samples_of
@@ -23,9 +25,10 @@ from outrider.draft_service import boot as draft_boot
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.boot import GatewayParts, build_gateway
-from outrider.gateway.peers.remote import TARGET_SERVICE
+from outrider.gateway.peers.remote import TARGET_SERVICE, load_adapter
 from outrider.gateway.settings import GatewaySettings, by_model
 from outrider.rpc.channel import connect
+from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.server import Server
 from outrider.target_service import boot as target_boot
 from outrider.target_service.boot import TargetService
@@ -267,3 +270,28 @@ def test_names_stand_before_addresses() -> None:
 def test_what_names_no_model_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         settings_of(**given)
+
+
+async def test_an_adapter_that_is_called_as_another_model_is_refused_where_its_target_is_met_first(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """Of one that comes later, who asks for the name alone."""
+    state = load_file(fleet.folders["other"] / "model.safetensors")
+    adapter = save_adapter(tmp_path / "adapter", state)
+    given: dict[str, Any] = {"listen": "127.0.0.1:0", "num_blocks": 256, "threads": 1, "allow_adapter_changes": True}
+    changing = await target_boot.start(TargetSettings(model=fleet.folders["other"], **given))
+    await changing.server.start()
+    try:
+        async with connect(changing.server.address) as channel:
+            two = fleet.two()
+            two["target"][1] = f"other={changing.server.address}"
+            parts = await fleet.gateway(**two)
+            await load_adapter(channel, "one", str(adapter))
+            engine = parts.models[1].engine
+            await until(lambda: engine.known is not None and bool(engine.known.adapters))
+            plain, _ = await tokens_of(parts.server, "other")
+            assert plain and (await tokens_of(parts.server, "one"))[0], "both serve on"
+            with pytest.raises(FailedPrecondition, match=r"one of the target of other is called as one or an"):
+                await fleet.gateway(**two)
+    finally:
+        await changing.stop()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.gateway.auth import Tokens, caller_of
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
-from outrider.gateway.models import Models, ServedModels
+from outrider.gateway.models import Models, ServedModels, UniqueNames
 from outrider.gateway.peers.draft_trials import DraftTrials
 from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
@@ -87,8 +88,12 @@ def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> 
     """The parts, connected with one another. `process` is this one among several behind the same addresses."""
     names = settings.models
     counted = {name: _new_metrics(settings, alone=len(names) == 1) for name in names}
-    parts = [build_model(settings.of_model(name), counted[name]) for name in names]
-    engines = [one.engine for one in parts]
+    unique = UniqueNames()
+    parts = [
+        build_model(settings.of_model(name), counted[name], partial(unique.check, place))
+        for place, name in enumerate(names)
+    ]
+    unique.engines = engines = [one.engine for one in parts]
     models = engines[0] if len(engines) == 1 else ServedModels(engines, has_default=not names[0])
     metrics = _joined({settings.of_model(name).model_name: one for name, one in counted.items()})
     tls = ServerTls.of(settings)
@@ -99,11 +104,13 @@ def build_gateway(settings: GatewaySettings, process: GatewayProcess | None) -> 
     return GatewayParts(parts, metrics, server, http)
 
 
-def build_model(settings: GatewaySettings, metrics: GatewayMetrics | None) -> ModelParts:
-    """One model's parts; the settings name no other."""
+def build_model(
+    settings: GatewaySettings, metrics: GatewayMetrics | None, check_names: Callable[[TargetInfo], None]
+) -> ModelParts:
+    """One model's parts; the settings name no other. `check_names` refuses a target for what it calls its adapters."""
     tokenizer = load_tokenizer(settings.tokenizer[0])
     tokenizer.tool_parser = settings.tool_parser
-    targets = _new_targets(settings, tokenizer, metrics)
+    targets = _new_targets(settings, tokenizer, metrics, check_names)
     trials = None
     if settings.draft and not settings.local_methods and settings.draft_trial != "off":
         trials = DraftTrials(targets, tokenizer.encode, settings.draft_trial)
@@ -162,8 +169,14 @@ def _streams(metrics: GatewayMetrics | None, role: str) -> StreamConfig | None:
     return None if metrics is None else metrics.stream_config(role)
 
 
-def _new_targets(settings: GatewaySettings, tokenizer: Tokenizer, metrics: GatewayMetrics | None) -> RemoteTargets:
+def _new_targets(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    metrics: GatewayMetrics | None,
+    check_names: Callable[[TargetInfo], None],
+) -> RemoteTargets:
     def check(info: TargetInfo) -> None:
+        check_names(info)
         if warning := check_tokenizer(tokenizer, info.model):
             log.warning("%s", warning)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.prepare import no_such_model
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, PermissionDenied, Violation
+from outrider.rpc.messages import TargetInfo
+
+log = logging.getLogger(__name__)
 
 
 class Models(Protocol):
@@ -47,6 +52,27 @@ class ServedModels:
             models = " and of ".join(map(name_of, found))
             raise FailedPrecondition(f"model: {name} is an adapter of {models}; one has to be given another name")
         return found[0]
+
+
+@dataclass(slots=True, eq=False)
+class UniqueNames:
+    """Of models and adapters, each of which a request may name: those that are known when a target is met."""
+
+    engines: Sequence[GenerationEngine] = ()
+
+    def check(self, place: int, info: TargetInfo) -> None:
+        """Judges what a target of one of the engines brings. FailedPrecondition where it is that engine's first, and
+        something of it is called as another model or its adapter; what serves already goes on, and who asks for that
+        name is refused."""
+        own = self.engines[place]
+        names = [own.config.model_name or info.model.name, *(adapter.name for adapter in info.adapters)]
+        for engine in self.engines:
+            taken = {name_of(engine), *adapters_of(engine)} if engine is not own else set()
+            if clashes := [name for name in names if name in taken]:
+                told = f"{clashes[0]} of the target of {names[0]} is called as {name_of(engine)} or an adapter of it"
+                if own.known is None:
+                    raise FailedPrecondition(f"{told}; allowed: names that stand once", reason="NAME_TAKEN")
+                log.warning("%s; requests that name it are refused", told)
 
 
 def name_of(engine: GenerationEngine) -> str:
