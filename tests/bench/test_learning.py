@@ -11,6 +11,7 @@ from support.bench import texts_of
 from outrider.bench import learning_served
 from outrider.bench.figures import draw_learning, write_figure
 from outrider.bench.learning import PROMPT_TOKENS, excerpts, main, render
+from outrider.pairs import pair_path
 
 WORDS = "def main(arguments):\n    return [line.strip() for line in arguments if not line.startswith('#')]\n"
 
@@ -23,8 +24,9 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("head", ["", "eagle3"], ids=["a draft", "a head"])
 def test_it_measures_and_tells(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    head: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning_served, "TURN_S", 1.0)
     monkeypatch.setattr(learning_served, "WARM_S", 1.0)
@@ -33,6 +35,8 @@ def test_it_measures_and_tells(
         "--tokens-per-s", "1600", "--measured", "4", "--no-store", "--output", str(files / "result.json"),
         "--served-turns", "1",
     ]  # fmt: skip
+    if head:
+        arguments += ["--head", str(pair_path().head_by(head))]
     assert main(arguments) == 0
     result = json.loads((files / "result.json").read_text())
     assert [*result["alone"]] == ["first", "other"] and len(result["points"]) >= 2

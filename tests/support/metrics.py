@@ -66,7 +66,8 @@ def declared() -> dict[str, str]:
     pupil = SimpleNamespace(
         key=LearningKey("d", ""), pool=pool, scores={"live": 0.5}, num_steps=0, loss=0.0, callers=Watches()
     )
-    learner: Any = SimpleNamespace(pupils=lambda: [pupil], num_lost=0, num_promoted=0, num_taken_back=0)
+    counts = dict.fromkeys(("num_lost", "num_promoted", "num_taken_back", "num_left_aside"), 0)
+    learner: Any = SimpleNamespace(pupils=lambda: [pupil], **counts)
     for metrics in (gateway, target, draft, LearnerMetrics(learner)):
         found |= _declared_by(metrics)
     return found

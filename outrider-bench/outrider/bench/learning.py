@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from outrider.rpc.messages import Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.cli.local_services import Folders
     from outrider.learning.learner import Learner
     from outrider.learning.student import Student
 
@@ -66,7 +67,10 @@ class LearningSettings(PairSettings):
     served_turns: int = Field(
         0, ge=0, le=100, description="turns of 20 s with a learner beside what is served, and as many without it"
     )
-    reference: Path | None = Field(None, description="a draft that was distilled offline for the same target and texts")
+    reference: Path | None = Field(
+        None, description="a draft, or a head, that was distilled offline for the same target and texts"
+    )
+    head: Path | None = Field(None, description="folder of a head, which learns in the draft's place")
     rank: int = Field(16, ge=1, le=64, description="of the weights")
     learning_rate: float = Field(2e-3, gt=0, le=1, description="of the optimizer")
     num_draft_tokens: int = Field(5, ge=1, le=32, description="tokens drafted a round")
@@ -104,9 +108,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench learning
 def run(settings: LearningSettings) -> Json:
     """Has the texts written, lets the draft learn, and measures."""
     folders, pair = settings.checkpoints()
+    pair = pair if settings.head is None else f"{folders.target.name} with {settings.head.name}"
     learned, *watched = settings.domains
     texts = written(settings, folders.target)
-    student = new_student(settings, folders.draft)
+    student = new_student(settings, folders, settings.head)
+    texts = {name: [of_target(lesson, student) for lesson in lessons] for name, lessons in texts.items()}
     held = {name: lessons[: settings.measured] for name, lessons in texts.items()}
     note(f"{len(texts[learned]) - settings.measured} texts to learn from, {settings.measured} of each domain measured")
     alone = {name: worths(settings, student, lessons, None) for name, lessons in held.items()}
@@ -118,9 +124,11 @@ def run(settings: LearningSettings) -> Json:
     result = new_result(setup) | {"alone": alone, "points": points}
     if settings.served_turns:
         prompts = [lesson.prompt_ids for lesson in texts[learned]]
-        result["served"] = served_beside(folders, prompts, settings.served_turns, settings.start_timeout)
+        head = settings.head
+        result["served"] = served_beside(folders, prompts, settings.served_turns, settings.start_timeout, head)
     if settings.reference is not None:
-        reference = new_student(settings, locate(settings.reference))
+        told = locate(settings.reference)
+        reference = new_student(settings, replace(folders, draft=told), told if settings.head else None)
         result["reference"] = {name: worths(settings, reference, lessons, None) for name, lessons in held.items()}
     return result
 
@@ -243,8 +251,13 @@ def excerpts(name: str, pattern: str, number: int, seed: int, encode: object) ->
     return found
 
 
-def new_student(settings: LearningSettings, draft: Path) -> Student:
-    """Of a draft's folder."""
+def of_target(lesson: Lesson, student: Student) -> Lesson:
+    """As the student knows its target, if it knows one."""
+    return replace(lesson, target_digest=getattr(student, "target_digest", lesson.target_digest))
+
+
+def new_student(settings: LearningSettings, folders: Folders, head: Path | None) -> Student:
+    """Of a draft's folder, or of a head beside the target."""
     import torch
 
     from outrider.learning.student import StudentPlan
@@ -252,7 +265,7 @@ def new_student(settings: LearningSettings, draft: Path) -> Student:
 
     torch.set_num_threads(1)
     plan = StudentPlan(settings.rank, settings.learning_rate, num_tokens=settings.num_draft_tokens)
-    return student_of(draft, plan)
+    return student_of(folders.draft, plan) if head is None else student_of(folders.target, plan, head)
 
 
 def new_learner(settings: LearningSettings, student: Student, folder: Path) -> Learner:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from itertools import count
+from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
@@ -22,23 +23,43 @@ STREAMS, TURN_S, WARM_S = 4, 20.0, 15.0
 ANSWER_TOKENS = 96
 
 
-def served_beside(folders: Folders, prompts: Sequence[Sequence[int]], num_turns: int, start_s: float) -> Json:
-    """Tokens a second of four streams, with the learner and without it, and the ratio of each turn to the next."""
+def served_beside(
+    folders: Folders, prompts: Sequence[Sequence[int]], num_turns: int, start_s: float, head: Path | None = None
+) -> Json:
+    """Tokens a second of four streams, with the learner and without it, and the ratio of each turn to the next; of a
+    `head` in the draft's place, if there is one."""
     with Services() as services, TemporaryDirectory(prefix="outrider-learning-") as versions:
-        draft = start_service(services, "draft", "--model", folders.draft, "--threads", 1, "--learn-from", "unsalted")
-        target = start_service(services, "target", "--model", folders.target)
-        peers = ["--target", services.wait(target, start_s), "--draft", services.wait(draft, start_s)]
-        gateway = start_service(services, "gateway", *peers, "--tokenizer", folders.target, "--draft-trial", "off")
-        address = services.wait(gateway, start_s)
-        asyncio.run(wait_for_draft(address, start_s))
-        learner = services.start(
-            "learn", ["learn", "--model", str(folders.draft), "--draft", draft.address, "--folder", versions]
-        )
+        if head is None:
+            address, learns = served_by_draft(services, folders, start_s)
+        else:
+            address, learns = served_by_head(services, folders, start_s, head)
+        learner = services.start("learn", ["learn", *learns, "--folder", versions])
         try:
             return asyncio.run(by_turns(address, learner, prompts, num_turns))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(learner.pid, signal.SIGCONT)
+
+
+def served_by_draft(services: Services, folders: Folders, start_s: float) -> tuple[str, list[str]]:
+    """A gateway's address, and what a learner is told."""
+    draft = start_service(services, "draft", "--model", folders.draft, "--threads", 1, "--learn-from", "unsalted")
+    target = start_service(services, "target", "--model", folders.target)
+    peers = ["--target", services.wait(target, start_s), "--draft", services.wait(draft, start_s)]
+    gateway = start_service(services, "gateway", *peers, "--tokenizer", folders.target, "--draft-trial", "off")
+    address = services.wait(gateway, start_s)
+    asyncio.run(wait_for_draft(address, start_s))
+    return address, ["--model", str(folders.draft), "--draft", draft.address]
+
+
+def served_by_head(services: Services, folders: Folders, start_s: float, head: Path) -> tuple[str, list[str]]:
+    """The same, of a target with a head."""
+    beside = "--head", head, "--head-trial", "off", "--learn-from", "unsalted"
+    target = start_service(services, "target", "--model", folders.target, *beside)
+    peers = "--target", services.wait(target, start_s)
+    gateway = start_service(services, "gateway", *peers, "--tokenizer", folders.target)
+    address = services.wait(gateway, start_s)
+    return address, ["--model", str(folders.target), "--head", str(head), "--target", target.address]
 
 
 async def by_turns(address: str, learner: Service, prompts: Sequence[Sequence[int]], num_turns: int) -> Json:
