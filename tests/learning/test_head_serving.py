@@ -7,6 +7,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from support.adapters import save_adapter
 from support.deployment import Deployment, deployed
+from support.drawn_law import excess_of_a_token
 from support.fakes import until
 
 from outrider.gateway.peers.remote import TARGET_SERVICE, lessons_of, put_learned
@@ -64,14 +66,13 @@ async def until_is_there(found: Callable[[], Awaitable[object]]) -> None:
         is_there = await found()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
-async def test_no_token_differs_while_versions_change(
-    served: Deployment, tmp_path: Path, temperature: float, prove: bool
-) -> None:
+@asynccontextmanager
+async def changing(served: Deployment, folder: Path) -> AsyncIterator[list[int]]:
+    """While in it, other weights draft every few milliseconds; how many open sequences each change has met."""
     digest = (await TARGET_SERVICE.get_info(served.to_target)).model.digest
     state = load_file(head_of(served) / "model.safetensors")
     layer = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in state.items()}
-    paths = [str(save_adapter(tmp_path / str(seed), layer, MODULES, seed=seed, scale=0.3)) for seed in (1, 2)]
+    paths = [str(save_adapter(folder / str(seed), layer, MODULES, seed=seed, scale=0.3)) for seed in (1, 2)]
     met, over = list[int](), asyncio.Event()
 
     async def change() -> None:
@@ -81,20 +82,40 @@ async def test_no_token_differs_while_versions_change(
             met.append((await put_learned(served.to_target, digest, "", path)).num_sequences)
             await asyncio.sleep(0.02)
 
+    task = asyncio.create_task(change())
+    try:
+        yield met
+    finally:
+        over.set()
+        await task
+        await put_learned(served.to_target, digest, "", "")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
+async def test_no_token_differs_while_versions_change(
+    served: Deployment, tmp_path: Path, temperature: float, prove: bool
+) -> None:
     count, at_once = (1000 if prove else 60), 12
     plain, found = list[Any](), list[Any]()
     for start in range(0, count, at_once):
         plain += await asyncio.gather(*(ask(served, n, temperature, 0) for n in range(start, start + at_once)))
-    task = asyncio.create_task(change())
-    for start in range(0, count, at_once):
-        found += await asyncio.gather(*(ask(served, n, temperature, 4) for n in range(start, start + at_once)))
-    over.set()
-    await task
-    await put_learned(served.to_target, digest, "", "")
+    async with changing(served, tmp_path) as met:
+        for start in range(0, count, at_once):
+            found += await asyncio.gather(*(ask(served, n, temperature, 4) for n in range(start, start + at_once)))
     print(f"{len(met)} changes met {sum(met)} open sequences")
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain] and len(met) > 10 and sum(met) > 10
     assert sum(drafted for _, drafted in found) > 5 * count
     await served.settled()
+
+
+async def test_under_rejection_tokens_follow_the_targets_law_while_versions_change(
+    served: Deployment, tmp_path: Path, prove: bool
+) -> None:
+    count = 2000 if prove else 240
+    async with changing(served, tmp_path) as met:
+        z, drafted = await excess_of_a_token(served, count, method="eagle3")
+    print(f"z {z:.2f}, {drafted} drafted, {len(met)} changes met {sum(met)} open sequences")
+    assert abs(z) < 4 and drafted > count and sum(met) > 10
 
 
 async def test_a_process_learns_from_what_is_served_and_puts_what_it_has_in_use(

@@ -4,11 +4,10 @@ comes, goes or dies costs nothing but learning."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from support.adapters import save_adapter
 from support.deployment import Deployment, deployed
+from support.drawn_law import excess_of_a_token
 from support.fakes import until
 
 from outrider.draft_service import boot
@@ -108,31 +108,9 @@ async def test_no_token_differs_while_versions_change(
 async def test_under_rejection_tokens_follow_the_targets_law_while_versions_change(
     served: Deployment, tmp_path: Path, prove: bool
 ) -> None:
-    """Of three tokens by what the target says of each position; seeds are the gateway's own, so that what drafts is
-    what was put in use."""
-    count, excess, variance = (2000 if prove else 240), 0.0, 0.0
-
-    async def one(number: int) -> list[Any]:
-        return await served.generate(
-            token_ids={"ids": [number % 90 + 4, 9, 8, 7]},
-            sampling={
-                "temperature": 1, "max_tokens": 8, "ignore_eos": True, "allowed_token_ids": [7, 8, 9], "logprobs": 3,
-                "logprobs_mode": 3, "logit_bias": {7: 0.7},
-            },
-            speculation={"num_draft_tokens": 4, "acceptance": 1, "mode": "sequential"},
-        )  # fmt: skip
-
-    drafted = 0
+    count = 2000 if prove else 240
     async with changing(served, tmp_path) as met:
-        for start in range(0, count, 12):
-            for said in await asyncio.gather(*(one(n) for n in range(start, start + 12))):
-                drafted += said[-1].speculation.num_draft_tokens
-                tokens = [token for part in said for token in part.token_ids]
-                rows = chain.from_iterable(part.logprobs for part in said)
-                for token, row in zip(tokens, rows, strict=True):
-                    p = next(math.exp(each.logprob) for each in row.candidates if each.id == 7)
-                    excess, variance = excess + (token == 7) - p, variance + p * (1 - p)
-    z = excess / math.sqrt(variance)
+        z, drafted = await excess_of_a_token(served, count)
     print(f"z {z:.2f}, {drafted} drafted, {len(met)} changes met {sum(met)} open sequences")
     assert abs(z) < 4 and drafted > count and sum(met) > 10
 

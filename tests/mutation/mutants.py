@@ -51,6 +51,8 @@ DRAFT_ADMISSION = "draft_service/outrider/draft_service/admission.py"
 DRAWING = "proposers/outrider/proposers/drawing.py"
 DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
 LOCAL_DRAFTS = "gateway/outrider/gateway/peers/local_drafts.py"
+HEAD_LEARNING = "target_service/outrider/target_service/head_learning.py"
+HEAD_ADAPTERS = "proposers/outrider/proposers/heads/adapters.py"
 HEAD_LINES = "target_service/outrider/target_service/head_lines.py"
 BLOCK_DRAFTS = "target_service/outrider/target_service/block_drafts.py"
 HEAD_TRIAL = "target_service/outrider/target_service/head_trial.py"
@@ -312,6 +314,14 @@ MUTANTS = (
     Mutant(DRAFT_LESSONS, "tests/draft_service/test_learned.py::test_who_teaches_and_who_is_drafted_for",
            "if not (allowed and request.may_recall and request.model_digest):",
            "if not (allowed and request.model_digest):"),
+    Mutant(HEAD_ADAPTERS, "tests/target_service/test_head_learning.py::test_weights_that_would_change_what_is_kept_are_refused",
+           'LEARNING = ("self_attn.q_proj",',
+           'LEARNING = ("self_attn.q_proj", "self_attn.k_proj",'),
+    Mutant(HEAD_LEARNING,
+           "tests/target_service/test_head_learning.py"
+           "::test_sequences_with_an_adapter_of_the_target_teach_nothing_and_are_drafted_for_by_the_head_alone",
+           "if target.adapter is None:",
+           "if target is not None:"),
     Mutant(DRAFT_ENGINE, "tests/draft_service/test_learned.py::test_the_one_that_was_wanted_longest_ago_goes",
            "if draft.teaching and draft.teaching.key in changed",
            "if draft.teaching and draft.teaching.key == key"),

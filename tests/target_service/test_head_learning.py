@@ -19,7 +19,9 @@ from support.engines import COUPLED, REJECTION, TargetHarness, opened, tiny_mode
 from support.heads import load_in_turn, random_head, random_head_of, save_head, target_weights
 from support.models import save_tiny
 
-from outrider.engine.adapters.resident import AdapterRoom
+from outrider.engine.adapters.config import UnsupportedAdapter
+from outrider.engine.adapters.loader import load_adapter
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.loader import LoadedModel
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.token_tree import TokenTree
@@ -29,7 +31,7 @@ from outrider.proposers.heads.loading import head_digest
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.learning.lessons import SALTED, UNSALTED, Lessons, group_of
-from outrider.rpc.messages import Credit, LearningKey, LearningNews, Lesson, Open
+from outrider.rpc.messages import Adapter, Credit, LearningKey, LearningNews, Lesson, Open
 from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.head_drafter import HeadDrafter
 from outrider.target_service.head_learning import HeadLearning
@@ -114,6 +116,7 @@ def run(harness: TargetHarness, *requests: Open, k: int = 4) -> list[Windows]:
     for request in requests:
         harness.send(request, Credit(request.sequence_id, 1 << 20, k))
     harness.run()
+    drafter._hold = hold  # type: ignore[method-assign]
     return list(found.values())
 
 
@@ -183,11 +186,13 @@ def test_what_is_kept_of_a_text_is_the_same(made: Learning) -> None:
         assert torch.equal(alone, with_learned)
 
 
-def test_open_sequences_go_on_with_others(made: Learning) -> None:
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
+def test_open_sequences_go_on_with_others(made: Learning, sampling: dict[str, Any]) -> None:
     """Not a token differs, whenever that is; and drafts are the others' from then on."""
-    plain = TargetHarness.of(made.loaded).decode_plain(1, asked(1, made.head, max_tokens=60))
+    request = asked(1, made.head, max_tokens=60, **sampling)
+    plain = TargetHarness.of(made.loaded).decode_plain(1, request)
     harness = made.harness()
-    harness.send(asked(1, made.head, max_tokens=60), Credit(1, 1 << 20, 4))
+    harness.send(request, Credit(1, 1 << 20, 4))
     for turn in range(1000):
         if turn % 3 == 0:
             is_put = turn % 2 == 0
@@ -212,6 +217,28 @@ def test_what_ended_sequences_teach(made: Learning) -> None:
     assert (lesson.key, list(lesson.prompt_ids), list(lesson.output_ids)) == (KEY, PROMPT, ids)
     assert (lesson.num_given, lesson.seed, lesson.caller, lost) == (0, 5, "x", 0)
     assert harness.engine.learning is not None and harness.engine.learning.stats()["lesson_bytes"] == 0
+
+
+def test_sequences_with_an_adapter_of_the_target_teach_nothing_and_are_drafted_for_by_the_head_alone(
+    made: Learning, models: tuple[Any, LoadedModel], tmp_path: Path
+) -> None:
+    model, state = made.loaded.model, models[0].state_dict()
+    resident = ResidentAdapters(model, AdapterRoom(1, 16))
+    loaded = load_adapter(save_adapter(tmp_path / "own", state), model, made.loaded.digest)
+    harness = made.harness(adapters=resident)
+    harness.engine.adapters.table.add(Adapter("a", loaded.digest, loaded.rank), resident.prepare(loaded))
+    made.put(harness)
+    (found,) = run(harness, asked(1, made.head, adapter="a"))
+    learning_of(harness).put_learned(KEY, None)
+    (alone,) = run(harness, asked(2, made.head, adapter="a"))
+    assert found == alone and len(found) > 4 and learning_of(harness).lessons.take() == ([], 0)
+
+
+def test_weights_that_would_change_what_is_kept_are_refused(made: Learning, tmp_path: Path) -> None:
+    linears = {f"model.layers.0.self_attn.{name}.weight": torch.zeros(64, 64) for name in ("k_proj", "q_proj")}
+    folder = save_adapter(tmp_path / "keys", linears, ("k_proj", "q_proj"))
+    with pytest.raises(UnsupportedAdapter, match=r"k_proj.lora_A.weight is there, which no targeted module"):
+        learning_of(made.harness()).load_learned(folder)
 
 
 @pytest.mark.parametrize("layout", ["medusa", "mlp_speculator", "p-eagle", "dflash"])

@@ -63,7 +63,7 @@ class LearnSettings(ServicesAccessSettings):
     replay_weight: float = Field(
         0.3, ge=0, le=100, description="of the divergence from the draft as it was, on texts that it writes itself"
     )
-    hold_out: int = Field(5, ge=2, le=1000, description="one text in so many judges, and teaches nothing")
+    hold_out: int = Field(3, ge=2, le=1000, description="one text in so many judges, and teaches nothing")
     error: float = Field(
         0.01, gt=0, lt=1, description="share of judgements that may promote what is no better, at most"
     )

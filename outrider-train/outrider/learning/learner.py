@@ -46,7 +46,7 @@ class LearnerPlan:
     pool: PoolPlan = field(default_factory=PoolPlan)
     most_keys: int = 8
     candidate_steps: int = 64  # between two candidates, at least
-    growth: float = 1.5  # and times as many as went into the one before since the judgement began
+    growth: float = 2.0  # and times as many as went into the one before since the judgement began
     averaged: float = 0.15  # of what a candidate is, that comes of the latest turn
     error: float = 0.01  # of a judgement
     most_judges: int = 400  # lessons that come, after which a judgement begins anew

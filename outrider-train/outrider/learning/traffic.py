@@ -29,7 +29,7 @@ class PoolPlan:
     """How much is kept, and what is held out."""
 
     max_bytes: int = 64 << 20
-    hold_out: int = 5  # one text in so many
+    hold_out: int = 3  # one text in so many
     max_tokens: int = 2048  # of a lesson
     seed: int = 3
 
