@@ -8,8 +8,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.lessons import GREEDY, VOCAB, Target
 
 from outrider.learning.learner import Learner, LearnerPlan
@@ -240,3 +242,67 @@ def test_old_versions_go(student: Student, tmp_path: Path) -> None:
         number, path = shelf.place(key)
         shelf.put(key, Version(number, student.write(student.untrained(), path), str(path), 1, 1, 1, 0.1, 0.01, 0.0))
     assert [path.name for path in sorted(path.parent.iterdir())] == [f"{n:05}" for n in range(4, KEPT + 4)]
+
+
+class Guesser:
+    """In a student's place: whatever it has learned is worth the same on average, and another number for every text."""
+
+    digest, vocab_size = "d" * 64, VOCAB
+
+    def __init__(self) -> None:
+        self.plan, self._number, self._held = StudentPlan(batch_size=1), 0.0, 0.0
+
+    def untrained(self) -> State:
+        return {"number": torch.zeros(())}
+
+    def state(self) -> State:
+        return {"number": torch.tensor(self._number)}
+
+    def hold(self, state: State) -> None:
+        self._held = float(state["number"])
+
+    def takes(self, lesson: Lesson) -> bool:
+        return True
+
+    def new_optimizer(self) -> None:
+        return None
+
+    def step(self, optimizer: object, lessons: Sequence[Lesson], number: int) -> float:
+        self._number = float(number)
+        return 0.0
+
+    def worth(self, lesson: Lesson, window: int, with_learned: bool = True) -> float:
+        return random.Random(f"{self._held if with_learned else -1} {lesson.seed} {lesson.completion}").random()
+
+    def write(self, state: State, folder: Path) -> str:
+        folder.mkdir(parents=True)
+        return f"{float(state['number'])}"
+
+
+def promoted_by_chance(folder: Path, number_of: int, error: float) -> int:
+    """Of so many judgements those that put something in use that is no better."""
+    count = 0
+    for number in range(number_of):
+        student: Any = Guesser()
+        shelf = Shelf(folder / str(number), student.digest)
+        plan = LearnerPlan(PoolPlan(hold_out=2), candidate_steps=8, growth=1.2, error=error, most_judges=10**6)
+        learner = Learner(student, shelf, plan)
+        for text in range(160):
+            ids = [text % 200 + 3, text // 200 + 5, number % 200]
+            learner.take([Lesson("d" * 64, "", ids, [7] * 9, GREEDY, AcceptanceRule.COUPLED, text, number)])
+            learner.turn()
+            if learner.num_promoted:
+                count += 1
+                break
+    return count
+
+
+def test_what_is_no_better_is_put_in_use_in_no_more_judgements_than_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many candidates, all of which the same texts judge: their errors are shares of one."""
+    found = promoted_by_chance(tmp_path / "shares", 60, 0.2)
+    monkeypatch.setattr("outrider.learning.learner.share_of", lambda number: 1.0)
+    whole = promoted_by_chance(tmp_path / "whole", 60, 0.2)
+    print(f"{found} of 60 with shares of the error, {whole} with all of it for each")
+    assert found <= 60 * 0.2 + 3 * (60 * 0.2 * 0.8) ** 0.5 and whole > 2 * found and whole > 20
