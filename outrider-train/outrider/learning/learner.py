@@ -234,11 +234,14 @@ class Learner:
         judgement.last_at, judgement.num_candidates = now, judgement.num_candidates + 1
         candidate = pupil.candidate = Candidate(pupil.average, pupil.num_steps, pupil.pool.num_taken)
         pupil.trial = Trial(plan.error * share_of(judgement.num_candidates), plan.most_judges)
+        judged: list[JudgedRound] = []
         for lessons, live in self._live_worths(pupil):
-            if pupil.trial.add(*zip(self._worths(lessons, candidate.state), live, strict=True)) is not Verdict.OPEN:
+            judged.append((lessons, self._worths(lessons, candidate.state)))
+            if pupil.trial.add(*zip(judged[-1][1], live, strict=True)) is not Verdict.OPEN:
                 break
         if pupil.trial.verdict is Verdict.BETTER:
             self._promote(pupil, candidate)
+            pupil.live_worths = judged
 
     def _live_worths(self, pupil: Pupil) -> list[JudgedRound]:
         """Of what has come, the newest first, with what is in use."""
