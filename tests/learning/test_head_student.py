@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,18 +112,30 @@ def test_the_shadow_is_what_a_service_drafts(
         service.learning.put_learned(key, None)
 
 
-def test_it_learns_what_its_target_says(student: HeadStudent, service: Service) -> None:
+def counting(student: HeadStudent, count: int) -> list[Lesson]:
+    """Texts that count by sevens, which the head knows nothing of."""
+    dice, found = random.Random(2), []
+    for number in range(count):
+        text = [dice.randrange(30, 54)]
+        for _ in range(16):
+            text.append(30 + (text[-1] - 30 + 7) % 24)
+        prompt = [*(dice.randrange(60, 99) for _ in range(3)), text[0]]
+        found.append(Lesson(student.target_digest, "", prompt, text[1:], GREEDY, COUPLED, number))
+    return found
+
+
+def test_it_learns_what_is_said(student: HeadStudent) -> None:
     """On texts that it has not seen; alone it stays as it was."""
-    lessons = [service.lesson(number, (GREEDY, DRAWN)[number % 2])[0] for number in range(48)]
+    lessons = counting(student, 48)
     unseen = lessons[:12]
     student.hold(student.untrained())
     before = [student.worth(one, 3) for one in unseen]
     optimizer = student.new_optimizer()
-    for number in range(60):
+    for number in range(160):
         student.step(optimizer, [lessons[12 + (4 * number + index) % 36] for index in range(4)], number)
     after = [student.worth(one, 3) for one in unseen]
     print(f"{sum(before) / 12:.3f} -> {sum(after) / 12:.3f}")
-    assert sum(after) > sum(before) + 12 * 0.02
+    assert sum(after) > sum(before) + 12 * 0.1
     assert [student.worth(one, 3, with_learned=False) for one in unseen] == before
 
 
