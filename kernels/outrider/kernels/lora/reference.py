@@ -27,10 +27,9 @@ def add_low_rank(
 
         launch(y, x, weights, slots)
         return
-    for slot in torch.unique(slots).tolist():
-        if slot < 0:
-            continue
-        rows = (slots == slot).nonzero()[:, 0]  # [n]
+    present = set(slots.tolist())
+    for slot in sorted(present - {-1}):
+        rows = slice(None) if len(present) == 1 else (slots == slot).nonzero()[:, 0]  # all, or [n]
         product = partial(_product, weights, slot)
         wide = x[rows].float()  # [n, in]
         update = by_row_tiles(product, wide) if batch_invariant else product(wide)  # [n, out]
