@@ -7,11 +7,10 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 from safetensors.torch import load_file
@@ -19,6 +18,7 @@ from support.adapters import save_adapter
 from support.deployment import Deployment, deployed
 from support.drawn_law import excess_of_a_token
 from support.fakes import until
+from support.learned_versions import changing
 
 from outrider.gateway.peers.remote import TARGET_SERVICE, lessons_of, put_learned
 from outrider.learning.head_student import HeadStudent
@@ -66,29 +66,13 @@ async def until_is_there(found: Callable[[], Awaitable[object]]) -> None:
         is_there = await found()
 
 
-@asynccontextmanager
-async def changing(served: Deployment, folder: Path) -> AsyncIterator[list[int]]:
-    """While in it, other weights draft every few milliseconds; how many open sequences each change has met."""
+async def versions(served: Deployment, folder: Path) -> tuple[grpc.aio.Channel, str, list[str]]:
+    """Weights of the head in two folders, for whom, and where they are put in use."""
     digest = (await TARGET_SERVICE.get_info(served.to_target)).model.digest
     state = load_file(head_of(served) / "model.safetensors")
     layer = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in state.items()}
     paths = [str(save_adapter(folder / str(seed), layer, MODULES, seed=seed, scale=0.3)) for seed in (1, 2)]
-    met, over = list[int](), asyncio.Event()
-
-    async def change() -> None:
-        for path in cycle([*paths, ""]):
-            if over.is_set():
-                return
-            met.append((await put_learned(served.to_target, digest, "", path)).num_sequences)
-            await asyncio.sleep(0.02)
-
-    task = asyncio.create_task(change())
-    try:
-        yield met
-    finally:
-        over.set()
-        await task
-        await put_learned(served.to_target, digest, "", "")
+    return served.to_target, digest, paths
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
@@ -99,7 +83,7 @@ async def test_no_token_differs_while_versions_change(
     plain, found = list[Any](), list[Any]()
     for start in range(0, count, at_once):
         plain += await asyncio.gather(*(ask(served, n, temperature, 0) for n in range(start, start + at_once)))
-    async with changing(served, tmp_path) as met:
+    async with changing(*await versions(served, tmp_path)) as met:
         for start in range(0, count, at_once):
             found += await asyncio.gather(*(ask(served, n, temperature, 4) for n in range(start, start + at_once)))
     print(f"{len(met)} changes met {sum(met)} open sequences")
@@ -112,7 +96,7 @@ async def test_under_rejection_tokens_follow_the_targets_law_while_versions_chan
     served: Deployment, tmp_path: Path, prove: bool
 ) -> None:
     count = 2000 if prove else 240
-    async with changing(served, tmp_path) as met:
+    async with changing(*await versions(served, tmp_path)) as met:
         z, drafted = await excess_of_a_token(served, count, method="eagle3")
     print(f"z {z:.2f}, {drafted} drafted, {len(met)} changes met {sum(met)} open sequences")
     assert abs(z) < 4 and drafted > count and sum(met) > 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engines import COUPLED, TargetHarness, opened
 from support.heads import random_head_of
-from support.lessons import DRAWN, GREEDY, WINDOW
+from support.lessons import DRAWN, GREEDY, WINDOW, counting
 
 from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.loader import load_model
@@ -112,21 +111,9 @@ def test_the_shadow_is_what_a_service_drafts(
         service.learning.put_learned(key, None)
 
 
-def counting(student: HeadStudent, count: int) -> list[Lesson]:
-    """Texts that count by sevens, which the head knows nothing of."""
-    dice, found = random.Random(2), []
-    for number in range(count):
-        text = [dice.randrange(30, 54)]
-        for _ in range(16):
-            text.append(30 + (text[-1] - 30 + 7) % 24)
-        prompt = [*(dice.randrange(60, 99) for _ in range(3)), text[0]]
-        found.append(Lesson(student.target_digest, "", prompt, text[1:], GREEDY, COUPLED, number))
-    return found
-
-
 def test_it_learns_what_is_said(student: HeadStudent) -> None:
-    """On texts that it has not seen; alone it stays as it was."""
-    lessons = counting(student, 48)
+    """Texts that count, on others that it has not seen; alone it stays as it was."""
+    lessons = counting(student.target_digest, 48)
     unseen = lessons[:12]
     student.hold(student.untrained())
     before = [student.worth(one, 3) for one in unseen]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lessons import GREEDY, VOCAB, Target
+from support.lessons import GREEDY, VOCAB, Target, counting
 
 from outrider.learning.learner import Learner, LearnerPlan
 from outrider.learning.student import State, Student, StudentPlan
@@ -34,14 +34,7 @@ def student(draft: Path) -> Student:
 @pytest.fixture(scope="module")
 def lessons() -> list[Lesson]:
     """Of a target that counts by sevens, which the draft's model knows nothing of."""
-    dice, found = random.Random(2), []
-    for number in range(80):
-        text = [dice.randrange(30, 54)]
-        for _ in range(16):
-            text.append(30 + (text[-1] - 30 + 7) % 24)
-        prompt = [*(dice.randrange(60, 99) for _ in range(3)), text[0]]
-        found.append(Lesson("1" * 64, "", prompt, text[1:], GREEDY, AcceptanceRule.COUPLED, number))
-    return found
+    return counting("1" * 64, 80)
 
 
 def new_learner(

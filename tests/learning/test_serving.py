@@ -7,20 +7,21 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from safetensors.torch import load_file
 from support.adapters import save_adapter
 from support.deployment import Deployment, deployed
 from support.drawn_law import excess_of_a_token
 from support.fakes import until
+from support.learned_versions import changing
 
 from outrider.draft_service import boot
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE, put_learned
+from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE
 from outrider.learning.learner import Learner, LearnerPlan, run
 from outrider.learning.links import LearningLink
 from outrider.learning.student import Student, StudentPlan
@@ -63,29 +64,12 @@ async def ask(served: Deployment, number: int, temperature: float, num_draft_tok
     return [token for part in said for token in part.token_ids]
 
 
-@asynccontextmanager
-async def changing(served: Deployment, folder: Path) -> AsyncIterator[list[int]]:
-    """While in it, other weights draft every few milliseconds; how many open sequences each change has met."""
+async def versions(served: Deployment, folder: Path) -> tuple[grpc.aio.Channel, str, list[str]]:
+    """Weights of the draft in two folders, for whom, and where they are put in use."""
     digest = (await TARGET_SERVICE.get_info(served.to_target)).model.digest
     state = load_file(draft_of(served) / "model.safetensors")
     paths = [str(save_adapter(folder / str(seed), state, seed=seed, scale=0.3)) for seed in (1, 2)]
-    met, over = list[int](), asyncio.Event()
-
-    async def change() -> None:
-        for path in cycle([*paths, ""]):
-            if over.is_set():
-                return
-            done = await put_learned(served.to_draft, digest, "", path)
-            met.append(done.num_sequences)
-            await asyncio.sleep(0.02)
-
-    task = asyncio.create_task(change())
-    try:
-        yield met
-    finally:
-        over.set()
-        await task
-        await put_learned(served.to_draft, digest, "", "")
+    return served.to_draft, digest, paths
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
@@ -97,7 +81,7 @@ async def test_no_token_differs_while_versions_change(
     found = list[list[int]]()
     for start in range(0, count, at_once):
         plain += await asyncio.gather(*(ask(served, n, temperature, 0) for n in range(start, start + at_once)))
-    async with changing(served, tmp_path) as met:
+    async with changing(*await versions(served, tmp_path)) as met:
         for start in range(0, count, at_once):
             found += await asyncio.gather(*(ask(served, n, temperature, 4) for n in range(start, start + at_once)))
     print(f"{len(met)} changes met {sum(met)} open sequences")
@@ -109,7 +93,7 @@ async def test_under_rejection_tokens_follow_the_targets_law_while_versions_chan
     served: Deployment, tmp_path: Path, prove: bool
 ) -> None:
     count = 2000 if prove else 240
-    async with changing(served, tmp_path) as met:
+    async with changing(*await versions(served, tmp_path)) as met:
         z, drafted = await excess_of_a_token(served, count)
     print(f"z {z:.2f}, {drafted} drafted, {len(met)} changes met {sum(met)} open sequences")
     assert abs(z) < 4 and drafted > count and sum(met) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,18 @@ class Target:
         prompt = [(13 * number + 7 * index * index) % beginnings + 30 for index in range(6)]
         output = self.answer(prompt, count, sampling, number)
         return Lesson(self.digest, group, prompt, output, sampling, AcceptanceRule.COUPLED, number)
+
+
+def counting(target_digest: str, count: int) -> list[Lesson]:
+    """Of a target that counts by sevens."""
+    dice, found = random.Random(2), []
+    for number in range(count):
+        text = [dice.randrange(30, 54)]
+        for _ in range(16):
+            text.append(30 + (text[-1] - 30 + 7) % 24)
+        prompt = [*(dice.randrange(60, 99) for _ in range(3)), text[0]]
+        found.append(Lesson(target_digest, "", prompt, text[1:], GREEDY, AcceptanceRule.COUPLED, number))
+    return found
 
 
 def served(draft: Path, lesson: Lesson, name: str = "draft_model", learned: Path | None = None) -> tuple[int, int, int]:
