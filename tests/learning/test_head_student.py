@@ -25,7 +25,7 @@ from outrider.proposers.heads.target import target_weights
 from outrider.rpc.learning.lessons import UNSALTED, Lessons
 from outrider.rpc.messages import Credit, Lesson
 from outrider.rpc.words.sampling_params import SamplingParams
-from outrider.target_service.head_learning import HeadLearning
+from outrider.target_service.heads.learning import HeadLearning
 
 PLAN = StudentPlan(rank=8, learning_rate=2e-2, batch_size=4, num_tokens=3, replay_windows=8, replay_length=16)
 PROCESSED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={40: 2.0}, min_tokens=4)

@@ -28,8 +28,7 @@ from outrider.proposers.heads import device_head
 from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.proposers.heads.device_head import DeviceHead
 from outrider.rpc.messages import Credit, Open
-from outrider.target_service import head_drafter
-from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.heads.drafter import HeadDrafter
 
 __all__ = ["gpu", "interpreter"]
 
@@ -263,7 +262,7 @@ def test_a_failed_capture_leaves_the_passes_launched(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(head_drafter, "DeviceHead", fails)
+        patch.setattr("outrider.target_service.heads.drafter.DeviceHead", fails)
         patch.setattr(harness.engine._runner, "captured", SimpleNamespace(graphs=Replayed()))
         drafter.measured((), 0.0)
     assert drafter.captured is None

@@ -20,10 +20,10 @@ from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import BlockHead
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.words.sampling_params import AcceptanceRule
-from outrider.target_service import block_drafts, head_drafter
 from outrider.target_service.boot import expect_confidence
-from outrider.target_service.head_drafter import HeadDrafter
-from outrider.target_service.head_lines import HeadLine
+from outrider.target_service.heads import block_drafts, drafter
+from outrider.target_service.heads.drafter import HeadDrafter
+from outrider.target_service.heads.lines import HeadLine
 
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -189,7 +189,7 @@ def test_what_hangs_on_nothing_drawn_is_drawn_at_once(
             patch.setattr(Drawer, "draw", counted)
             patch.setattr(HeadDrafter, "_hold", noted)
             if not at_once:
-                for module in (block_drafts, head_drafter):
+                for module in (block_drafts, drafter):
                     patch.setattr(module, "apart", lambda lines: ([], list(lines)))
             harness = TargetHarness.of(loaded, head=head)
             for number, sampling in enumerate(samplings, 1):

@@ -26,8 +26,8 @@ from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.rpc.words.structured import StructuredOutput
 from outrider.target_service.boot import expect_confidence
 from outrider.target_service.draft_buffer import ChainBuffer, Window
-from outrider.target_service.head_drafter import HeadDrafter
-from outrider.target_service.head_lines import HeadLine
+from outrider.target_service.heads.drafter import HeadDrafter
+from outrider.target_service.heads.lines import HeadLine
 from outrider.target_service.outputs import ComputedStep
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}

@@ -33,9 +33,9 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.learning.lessons import SALTED, UNSALTED, Lessons, group_of
 from outrider.rpc.messages import Adapter, Credit, LearningKey, LearningNews, Lesson, Open
 from outrider.target_service.boot import TargetService, build, load
-from outrider.target_service.head_drafter import HeadDrafter
-from outrider.target_service.head_learning import HeadLearning
-from outrider.target_service.head_lines import HeadLine
+from outrider.target_service.heads.drafter import HeadDrafter
+from outrider.target_service.heads.learning import HeadLearning
+from outrider.target_service.heads.lines import HeadLine
 from outrider.target_service.settings import TargetSettings
 
 LEARNING = {"eagle": "layers.0.", "eagle3": "midlayer.", "mtp": "model.mtp_layers.0."}  # and what layers are named by

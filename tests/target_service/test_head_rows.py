@@ -19,7 +19,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.proposers.heads.loading import AnyHead
 from outrider.rpc.messages import Close, Credit, Open
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.heads.drafter import HeadDrafter
 from outrider.target_service.sequence import TargetSequence
 
 LAYERS = ("eagle3", "p-eagle", "dflash", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "mtp")))

@@ -13,7 +13,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.heads.loading import AnyHead, drafts_in_one_pass
 from outrider.target_service.boot import limits_of, load, load_head, new_engine, new_runner
-from outrider.target_service.head_trial import completed
+from outrider.target_service.heads.trial import completed
 from outrider.target_service.settings import TargetSettings
 
 PLACES = 16

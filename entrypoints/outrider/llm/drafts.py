@@ -32,7 +32,7 @@ from outrider.rpc.words.request import SpeculationOptions, options_for_draft
 from outrider.rpc.words.sampling_params import AcceptanceRule
 from outrider.target_service.boot import believed_head
 from outrider.target_service.engines import engine_of
-from outrider.target_service.head_trial import NO_HEAD, TriedHead
+from outrider.target_service.heads.trial import NO_HEAD, TriedHead
 from outrider.target_service.settings import TargetSettings
 
 Encode = Callable[[str], Sequence[int]]  # a text's ids

@@ -58,7 +58,7 @@ from outrider.target_service.boot import (
 )
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.engines import engine_of
-from outrider.target_service.head_trial import NO_HEAD, TriedHead
+from outrider.target_service.heads.trial import NO_HEAD, TriedHead
 from outrider.target_service.reload import shape_of
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.threads import thread_split

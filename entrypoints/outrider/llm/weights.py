@@ -28,7 +28,7 @@ from outrider.llm.services import LocalTarget
 from outrider.llm.validation import Unsupported
 from outrider.rpc.hub import TOKENIZER_FILES, locate
 from outrider.target_service.boot import load, load_head
-from outrider.target_service.head_trial import TriedHead
+from outrider.target_service.heads.trial import TriedHead
 from outrider.target_service.reload import require_room, require_same_shape, require_same_tokenizer
 
 TAGS = ("weights", "kv_cache", "scheduling")

@@ -28,7 +28,7 @@ from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
 from outrider.pairs.expansion import write_expanded
 from outrider.target_service.engine import TargetEngine
-from outrider.target_service.head_drafter import HeadDrafter
+from outrider.target_service.heads.drafter import HeadDrafter
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.parts import EnginePart
 

@@ -52,9 +52,9 @@ from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.engines import engine_of
-from outrider.target_service.head_drafter import check_tree
-from outrider.target_service.head_learning import HeadLearning, HeadTeaching, require_learning
-from outrider.target_service.head_trial import NO_HEAD, HeadTrials, TriedHead
+from outrider.target_service.heads.drafter import check_tree
+from outrider.target_service.heads.learning import HeadLearning, HeadTeaching, require_learning
+from outrider.target_service.heads.trial import NO_HEAD, HeadTrials, TriedHead
 from outrider.target_service.observed import stats_of
 from outrider.target_service.reload import Successor, WeightReloads, with_weights
 from outrider.target_service.sequence import TargetLimits

@@ -40,8 +40,8 @@ from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.target_service.cohort import CohortHold
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.grammars import Grammars, stuck
-from outrider.target_service.head_drafter import HeadDrafter
-from outrider.target_service.head_learning import HeadLearning
+from outrider.target_service.heads.drafter import HeadDrafter
+from outrider.target_service.heads.learning import HeadLearning
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs
 from outrider.target_service.parts import Adapters, EnginePart, StepCosts, constraints_of
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler

@@ -1,5 +1,5 @@
 """What a target may have beside plain decoding, each part behind the same hooks: constraints, adapters, and the choice
-of windows by what steps cost. A head that drafts (`head_drafter`) and the choice of threads (`profile`) are parts, too.
+of windows by what steps cost. A head that drafts (`heads`) and the choice of threads (`profile`) are parts, too.
 
 The engine asks its parts in their order, on the device thread. A step is theirs from `launching` to `ended`, with an
 object of its own that holds what they need of it, so that one may be launched before another is finished."""

@@ -40,9 +40,9 @@ from outrider.proposers.heads.head import Head, MaskRow
 from outrider.proposers.heads.loading import AnyHead
 from outrider.proposers.tree import GrowingTree, grow
 from outrider.rpc.words.expert_costs import ExpertCosts
-from outrider.target_service.block_drafts import draft_blocks, fit_block
-from outrider.target_service.head_learning import HeadLearning
-from outrider.target_service.head_lines import HeadLine, WaitingRows, apart, draw_at_once
+from outrider.target_service.heads.block_drafts import draft_blocks, fit_block
+from outrider.target_service.heads.learning import HeadLearning
+from outrider.target_service.heads.lines import HeadLine, WaitingRows, apart, draw_at_once
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.parts import EnginePart
 from outrider.target_service.scheduler import ScheduledSequence

@@ -17,7 +17,7 @@ from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.block import MASK, BlockChains, BlockGuess, BlockHead
 from outrider.proposers.heads.device_block import DeviceBlocks
 from outrider.proposers.tree import grow
-from outrider.target_service.head_lines import HeadLine, Offset, apart, draw_at_once
+from outrider.target_service.heads.lines import HeadLine, Offset, apart, draw_at_once
 
 
 def fit_block(head: BlockHead, count: int, room: int, is_tree: bool) -> tuple[int, int]:
