@@ -118,7 +118,7 @@ $(VLLM_STAMP): $(PROJECTS)
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)
-	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
+	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest $(WORKERS) --no-loadscope-reorder --prove tests/vllm_engine -rs $(ARGS)
 
 # The files in their order, by which the two of the statistics, which take longest, begin beside one another.
 prove: $(STAMP)

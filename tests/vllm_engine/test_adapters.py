@@ -43,7 +43,7 @@ from outrider.rpc.words.request import GenerationRequest, SpeculationOptions
 from outrider.rpc.words.sampling_params import SamplingParams
 from outrider.vllm.target.assembly import ONE_PROCESS
 
-AWAY_WAIT_S = 30.0  # plain decoding of the references holds the loop up, in which a connection may end
+AWAY_WAIT_S = 30.0  # on a machine that is shared, a connection may end
 NAMES = ("sql", "law", "mixed")
 COUNT, LONG = 40, 300  # a slow reader is granted less than the latter
 NUM_BLOCKS, MAX_MODEL_LEN = 120, 400
@@ -54,22 +54,21 @@ SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": None, "head_dim": 
 
 @dataclass
 class Started:
-    """The services of the module; what greedy decoding is with each adapter ("": without) in transformers."""
+    """The services of the module; the model with each adapter ("": without) in transformers, and what greedy decoding
+    is with it: that is done before a loop runs, since one that is held up loses its connections."""
 
     services: Services
     base: Path
     adapters: dict[str, Path]
     hf: dict[str, Any]
+    decoded: dict[str, list[int]]  # LONG tokens each
     target: Service
     draft: Service
     tokenizer: Tokenizer
 
-    def greedy(self, name: str, count: int = COUNT) -> list[int]:
-        return hf_greedy(self.hf[name], PROMPT, count)
-
     def check(self, name: str, ids: list[int]) -> None:
         """They are plain decoding's, up to near-ties."""
-        near_ties(self.hf[name], PROMPT, self.greedy(name, len(ids)), ids)
+        near_ties(self.hf[name], PROMPT, self.decoded[name][: len(ids)], ids)
 
 
 def save_adapters(folder: Path, state: Any) -> dict[str, Path]:
@@ -106,6 +105,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     for name, path in adapters.items():
         hf[name] = tiny_hf_model("llama", 3, **SHAPE)
         hf[name].load_state_dict(merged(state, path, SCALINGS[name]), strict=False)
+    decoded = {name: hf_greedy(one, PROMPT, LONG) for name, one in hf.items()}
     flags = [f"--adapter={name}={adapters[name]}" for name in NAMES]
     size = ["--num-blocks", str(NUM_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN)]
     own = ["--max-adapters", "2", "--max-adapter-rank", "8", "--allow-adapter-changes", "--max-window", "8"]
@@ -118,7 +118,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         )  # fmt: skip
         for service in (target, draft):
             services.wait(service, START_S)
-        yield Started(services, folder / "base", adapters, hf, target, draft, Tokenizer.load(folder / "base"))
+        yield Started(services, folder / "base", adapters, hf, decoded, target, draft, Tokenizer.load(folder / "base"))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_greedy_output_is_plain_decodings(started: Started, targets: Remot
     """Of requests with three adapters and with none in one batch, where a step takes two: whatever is drafted, by the
     base or by an adapter of the draft's own, and whoever has to wait for a turn."""
     names = ("", *NAMES, "", *NAMES)
-    assert len({tuple(started.greedy(name)) for name in names}) == 4
+    assert len({tuple(started.decoded[name][:COUNT]) for name in names}) == 4
     config = EngineConfig(num_draft_tokens=K, draft_patience_ms=60_000, away_wait_s=AWAY_WAIT_S)
     async with RemoteDrafts([started.draft.address]) as drafts:
         await drafts.wait_usable()
