@@ -22,6 +22,7 @@ from support.deployment import Deployment, deployed
 from support.engines import opened
 from support.fakes import until
 from support.gateways import save_toy_tokenizer
+from support.metrics import samples_of
 from support.models import other_weights, save_tiny
 
 from outrider.cli.reload import main
@@ -127,7 +128,7 @@ def lengths(deployment: Deployment) -> list[int]:
 
 async def test_what_is_to_restart_begins_anew(running: tuple[Deployment, Path, Path]) -> None:
     """An answer that comes whole, of which nothing is kept: tokens, log probabilities, counts and digest are of the new
-    weights. One of which somebody has seen something fails."""
+    weights, and its first token is counted once. One of which somebody has seen something fails."""
     deployment, first, second = running
     digest = deployment.gateway.engine.verifier.info.model.digest
     may_go_on, change = await almost_changed(deployment, second, restart=True)
@@ -144,6 +145,8 @@ async def test_what_is_to_restart_begins_anew(running: tuple[Deployment, Path, P
     assert choice["token_ids"] == await asyncio.to_thread(plainly, second, LONG)
     assert choice["token_ids"] != await asyncio.to_thread(plainly, first, LONG)
     assert len(choice["logprobs"]["token_logprobs"]) == LONG == answer["usage"]["completion_tokens"]
+    found = samples_of((await deployment.http.get("/metrics")).text)
+    assert found["time_to_first_token_seconds_count", ()] == 2
     fresh = (await deployment.http.post("/v1/completions", json=body)).json()
     assert answer["system_fingerprint"] == fresh["system_fingerprint"]
     assert fresh["choices"][0]["logprobs"]["token_logprobs"] == choice["logprobs"]["token_logprobs"]

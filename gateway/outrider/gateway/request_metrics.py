@@ -139,7 +139,7 @@ class RequestMetrics(RequestObserver):
         if delta.round is not None:
             self._add_round(record, delta, delta.round)
         if delta.finish_reason is not None:
-            self._finish(record.times_of(delta.index), delta, delta.finish_reason)
+            self._finish(record, delta, delta.finish_reason)
 
     def restarted(self, record: RequestRecord) -> None:
         """What was drafted is for places that come again."""
@@ -182,10 +182,13 @@ class RequestMetrics(RequestObserver):
         metrics.num_generation_tokens += num_tokens
         metrics.num_reasoning_tokens += delta.num_reasoning
         times = record.times_of(index)
-        if times.is_first:
-            metrics.first_token.observe(times.first - record.arrived, self._exemplar)
-        else:
+        if not times.is_first:
             metrics.inter_token.observe(times.gap_s, self._exemplar)
+        elif not record.request.whole:  # which may begin anew until it ends
+            self._add_first_token(record, times)
+
+    def _add_first_token(self, record: RequestRecord, times: TokenTimes) -> None:
+        self._metrics.first_token.observe(times.first - record.arrived, self._exemplar)
 
     def _add_window(self, closed: Round, index: int) -> None:
         drafts, window = self._metrics.drafts, self._arrivals_of(index).window_of(closed)
@@ -193,10 +196,12 @@ class RequestMetrics(RequestObserver):
             drafts.windows[window] += 1
         drafts.num_wanted += self._demand.wants(closed)
 
-    def _finish(self, times: TokenTimes, delta: GenerationDelta, reason: FinishReason) -> None:
-        metrics = self._metrics
+    def _finish(self, record: RequestRecord, delta: GenerationDelta, reason: FinishReason) -> None:
+        metrics, times = self._metrics, record.times_of(delta.index)
         self._num_left -= 1
         metrics.success.labels(reason.name.lower()).inc()
+        if record.request.whole and times.num_first:
+            self._add_first_token(record, times)
         if delta.usage is None:
             return
         if delta.index == 0:
