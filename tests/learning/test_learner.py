@@ -278,7 +278,7 @@ def promoted_by_chance(folder: Path, number_of: int, error: float) -> int:
     for number in range(number_of):
         student: Any = Guesser()
         shelf = Shelf(folder / str(number), student.digest)
-        plan = LearnerPlan(PoolPlan(hold_out=2), candidate_steps=8, growth=1.2, error=error, most_judges=10**6)
+        plan = LearnerPlan(PoolPlan(hold_out=2), candidate_steps=8, error=error, most_judges=10**6)
         learner = Learner(student, shelf, plan)
         for text in range(160):
             ids = [text % 200 + 3, text // 200 + 5, number % 200]

@@ -6,7 +6,8 @@ is the likelihood that the draft gives the text.
 
 The test is sequential (Ville's inequality, with bets on bounded differences: Waudby-Smith and Ramdas, arXiv
 2010.09686): who bets on the candidate begins with 1, and where it is no better on average, comes to 1 / error in at
-most that share of all cases, however often one looks."""
+most that share of all cases, however often one looks. A text counts no more than a token of a round of five: what few
+texts say is not what most do, and where no text can say much, more is put at stake, so that fewer are needed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from outrider.kernels.verify.reference import coupled_choice
 from outrider.rpc.messages import Lesson
 from outrider.rpc.words.sampling_params import AcceptanceRule
 
-STAKES = (0.3, 0.95)  # of what a bettor has; each has a share
+MOST_COUNTED = 0.2  # of what a text is worth more or less
+STAKES = (0.5, 2.0, 4.5)  # of what a bettor has, on a text worth 1 more; each has a share, which none can lose whole
 
 
 def worth(lesson: Lesson, logits: Tensor, window: int) -> float:
@@ -109,9 +111,9 @@ class Trial:
         return Verdict.OPEN
 
     def _bet(self, new: float, old: float) -> None:
-        difference = new - old
+        difference = max(-MOST_COUNTED, min(MOST_COUNTED, new - old))
         self.num_lessons += 1
-        self.gain += difference
+        self.gain += new - old
         self._for = [held * (1 + stake * difference) for held, stake in zip(self._for, STAKES, strict=True)]
         self._against = [held * (1 - stake * difference) for held, stake in zip(self._against, STAKES, strict=True)]
 

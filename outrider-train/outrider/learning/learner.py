@@ -34,6 +34,7 @@ from outrider.rpc.messages import LearningKey, Lesson
 logger = logging.getLogger(__name__)
 
 TURN_STEPS = 8  # of a key, before another's turn
+LATEST = 3.0  # what a turn counts in a mean of few, in equal shares: of more, the first ones soon say nothing
 LEAST_LESSONS = 8  # of a key, before anything is learned of it
 WORTHS = ("alone", "live", "candidate")
 JudgedRound = tuple[list[Lesson], list[float]]  # a lesson of each caller, and what each was worth
@@ -46,8 +47,9 @@ class LearnerPlan:
     pool: PoolPlan = field(default_factory=PoolPlan)
     most_keys: int = 8
     candidate_steps: int = 64  # between two candidates, at least
-    growth: float = 2.0  # and times as many as went into the one before since the judgement began
-    averaged: float = 0.15  # of what a candidate is, that comes of the latest turn
+    candidate_share: float = 0.2  # of all steps as long as these are few: weights change less and less
+    most_candidate_steps: int = 512  # then
+    averaged: float = 0.05  # of what a candidate is, that comes of the latest turn
     error: float = 0.01  # of a judgement
     most_judges: int = 400  # lessons that come, after which a judgement begins anew
     window: int = 5  # drafted tokens of a round, as judgements count
@@ -222,14 +224,15 @@ class Learner:
                 return
         pupil.state = self.student.state()
         pupil.num_turns += 1
-        share = max(self.plan.averaged, 1 / pupil.num_turns)
+        share = max(self.plan.averaged, min(1.0, LATEST / pupil.num_turns))
         pupil.average = {name: old.lerp(pupil.state[name], share) for name, old in pupil.average.items()}
 
     def _nominate(self, pupil: Pupil) -> None:
         """A candidate, if enough was learned since the one before; judged by what has come, if that decides."""
         judgement, plan = pupil.judgement, self.plan
         now = pupil.num_steps - judgement.began_at
-        if now < max(judgement.last_at + plan.candidate_steps, judgement.last_at * plan.growth):
+        wanted = min(plan.candidate_share * pupil.num_steps, plan.most_candidate_steps)
+        if now - judgement.last_at < max(plan.candidate_steps, wanted):
             return
         judgement.last_at, judgement.num_candidates = now, judgement.num_candidates + 1
         candidate = pupil.candidate = Candidate(pupil.average, pupil.num_steps, pupil.pool.num_taken)
