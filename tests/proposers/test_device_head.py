@@ -34,7 +34,7 @@ __all__ = ["gpu", "interpreter"]
 
 pytestmark = pytest.mark.compilers
 
-LONG = "eagle", "medusa", "mtp", "dflash", "dflash2", "dspark-rnn"
+LONG = "eagle", "medusa", "mtp", "mlp_speculator", "dflash", "dflash2", "dspark-rnn"
 LIMITS = StepLimits(max_rows=16, max_sequences=4, max_query_len=4)
 SIZES = {**SMALLEST, "num_hidden_layers": 2}
 FAR = 1 << 20
@@ -162,7 +162,7 @@ class BothWays:
 
 @pytest.mark.parametrize(
     "layout",
-    ["eagle3", "mlp_speculator", "dspark", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)],
+    ["eagle3", "dspark", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)],
 )
 def test_the_tokens_are_those_of_launched_passes(
     layout: str, gpu: PretendedDevice | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

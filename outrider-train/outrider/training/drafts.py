@@ -32,7 +32,7 @@ from outrider.training.course import Course, CoursePlan
 from outrider.training.distill import DistillWeights
 from outrider.training.language_head import LanguageHead
 from outrider.training.lessons import Lesson
-from outrider.training.model import bfloat16_products, randomised
+from outrider.training.model import fast_products, randomised
 from outrider.training.parallel import (
     MaskedRows,
     acceptance,
@@ -246,7 +246,7 @@ def _accepted(
         states = parallel_states(draft, lesson.ids[:, :-1], rows, 0)[:, places, 0]  # [1, ends, tokens, hidden]
     else:
         states = parallel_states(draft, lesson.ids[:, :-1], MaskedRows.of(ends, length, MEASURED_TOKENS), mask_id)
-    with bfloat16_products():
+    with fast_products():
         return acceptance(lesson, places, head, states, greedy)[0]
 
 

@@ -53,7 +53,7 @@ from outrider.training.drafts import (
 from outrider.training.head_modules import Eagle3Module, HeadModule, MedusaModule, MlpModule, MtpModule
 from outrider.training.language_head import LanguageHead
 from outrider.training.lessons import Lesson
-from outrider.training.model import bfloat16_products
+from outrider.training.model import fast_products
 from outrider.training.parallel import acceptance, chosen_ends, window_loss
 from outrider.training.teacher import OnWord, Teacher, silent
 from outrider.training.train import train
@@ -321,7 +321,7 @@ def head_loss(head: HeadModule, num_tokens: int, num_ends: int = NUM_ENDS) -> Ca
 
     def loss(lesson: Lesson) -> Tensor:
         ends = chosen_ends(lesson, num_tokens, num_ends, first=1)
-        with bfloat16_products():
+        with fast_products():
             states = head(lesson.ids[:, :-1], lesson.features.float(), ends, num_tokens)
         places = ends[:, None] + torch.arange(num_tokens)
         return window_loss(lesson, places, says, states, DistillWeights(), head.sureness)

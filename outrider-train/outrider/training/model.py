@@ -1,7 +1,8 @@
-"""The Llama that is trained: transformers' own, with float32 weights and bfloat16 products, and how it writes text."""
+"""The Llama that is trained: transformers' own, with float32 weights, and how it writes text."""
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from outrider.kernels.cpu.library import cpu_features
+
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # products of these numbers, in the words of Linux' /proc/cpuinfo
 _FORWARD = inspect.signature(LlamaForCausalLM.forward).parameters
 CACHE = "cache" if "cache" in _FORWARD else "past_key_values"  # its argument's name changes with transformers 5.24
 
@@ -74,14 +78,21 @@ def randomised(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-def bfloat16_products() -> torch.autocast:
-    """Inside, products are of bfloat16 numbers, whatever the type of the weights."""
-    return torch.autocast("cpu", torch.bfloat16)
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether the processor has any. Where they are emulated they take many times as long as float32's."""
+    return not BFLOAT16.isdisjoint(cpu_features())
+
+
+def fast_products() -> torch.autocast:
+    """Inside, products are of bfloat16 numbers where the processor has such products, whatever the type of the
+    weights."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16_products())
 
 
 def logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """[batch, length, vocabulary] for ids [batch, length]."""
-    with bfloat16_products():
+    with fast_products():
         computed: Tensor = model(ids, use_cache=False).logits
     return computed
 
@@ -108,7 +119,7 @@ def continue_windows(
     """Extend `prompts` [batch, prompt] to [batch, length]; temperature 0 is greedy."""
     next_token, ids, feed = NextToken(model), prompts, prompts
     while ids.shape[1] < length:
-        with bfloat16_products():
+        with fast_products():
             probs = next_token(feed, temperature)
         feed = torch.multinomial(probs, 1, generator=generator) if temperature else probs.argmax(-1, keepdim=True)
         ids = torch.cat([ids, feed], dim=1)

@@ -9,6 +9,44 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from outrider.training.model import has_bfloat16_products
+
+MOMENTUM, LEAST_NORM = 0.95, 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a step of Newton and Schulz, by which small singular values grow fastest
+STEPS = 5
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's, whose products are of bfloat16 numbers only where the processor has such products: elsewhere they took
+    most of a step of training."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                held = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
+                update = orthogonal(weight.grad.lerp(held, MOMENTUM))  # by Nesterov
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * max(1, weight.shape[0] / weight.shape[1]) ** 0.5)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:  # [rows, columns]
+    """About the nearest matrix with orthogonal rows or columns: the singular values lie between 0.5 and 1.5 (Jordan et
+    al., 2024, "Muon: an optimizer for hidden layers in neural networks")."""
+    is_high = matrix.shape[0] > matrix.shape[1]
+    wide = (matrix.T if is_high else matrix).to(torch.bfloat16 if has_bfloat16_products() else torch.float32)
+    found: Tensor = wide / wide.norm().clamp_min(LEAST_NORM)
+    first, third, fifth = COEFFICIENTS
+    for _ in range(STEPS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), found, beta=first)
+    return (found.T if is_high else found).to(matrix.dtype)
+
 
 class Optimizer:
     """Both optimizers behind one step, with one factor on their learning rates."""
@@ -16,7 +54,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, *, matrix_lr: float, vector_lr: float, weight_decay: float) -> None:
         matrices = [weight for name, weight in model.named_parameters() if is_matrix(name, weight)]
         vectors = [weight for name, weight in model.named_parameters() if not is_matrix(name, weight)]
-        self._muon = torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay)
+        self._muon = Muon(matrices, lr=matrix_lr, weight_decay=weight_decay)
         self._adam = torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._rates: tuple[tuple[torch.optim.Optimizer, float], ...] = (
             (self._muon, matrix_lr),

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from outrider.training.distill import DistillWeights
 from outrider.training.language_head import LanguageHead
 from outrider.training.lessons import Lesson
-from outrider.training.model import bfloat16_products
+from outrider.training.model import fast_products
 
 LEAST_REACHED = 0.1  # weight of a token that is hardly ever reached: else nothing far away would begin to learn
 
@@ -72,8 +72,8 @@ def draft_head(draft: PreTrainedModel) -> LanguageHead:
 def parallel_states(
     draft: PreTrainedModel, ids: Tensor, rows: MaskedRows, mask_id: int
 ) -> Tensor:  # [windows, length] -> [windows, ends, tokens, hidden]
-    """What `draft_head` takes for the tokens after every end, by products of bfloat16 numbers."""
-    with bfloat16_products():
+    """What `draft_head` takes for the tokens after every end."""
+    with fast_products():
         return masked_states(draft, ids, rows, mask_id)
 
 
@@ -118,7 +118,7 @@ def window_loss(
     hidden], of which `head` says what, and `sureness` the logit of how likely it is accepted, if the head tells."""
     following = lesson.ids[:, 1:][:, places]  # [windows, ends, tokens]
     ids = torch.cat([lesson.top_ids[:, places], following[..., None]], dim=-1)
-    with bfloat16_products():
+    with fast_products():
         whole, picked = head.said(states, ids)
     each, overlap = weights.apart(whole, picked, lesson.top_probs[:, places])
     with torch.no_grad():
