@@ -54,9 +54,9 @@ def test_it_measures_and_tells(
     }
     write_figure(files / "plot.svg", lambda: draw_learning(result | {"reference": better}))
     assert {"first", "other", "greedy", "sampled"} <= texts_of(files / "plot.svg")
-    assert [*render(result | {"reference": better})][-2:] == [
-        "of the gap to the reference, greedy: 50%", "of the gap to the reference, sampled: 50%",
-    ]  # fmt: skip
+    assert [*render(result | {"reference": better})][-3:] == [
+        f"of the gap to the reference, {hows}: 50%" for hows in ("greedy", "sampled", "greedy and sampled")
+    ]
 
 
 def test_excerpts_are_of_whole_files_and_what_is_none_is_told(files: Path) -> None:

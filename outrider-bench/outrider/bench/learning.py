@@ -298,12 +298,11 @@ def render(result: Json) -> Iterator[str]:
         )
     if "reference" in result:
         yield ""
-        for how in ("greedy", "sampled"):
-            first, last, best = (
-                part[learned][how] for part in (result["alone"], result["points"][-1]["live"], result["reference"])
-            )
+        parts = [part[learned] for part in (result["alone"], result["points"][-1]["live"], result["reference"])]
+        for hows in (("greedy",), ("sampled",), ("greedy", "sampled")):
+            first, last, best = (sum(part[how] for how in hows) for part in parts)
             share = f"{(last - first) / (best - first):.0%}" if best > first else "there is no gap"
-            yield f"of the gap to the reference, {how}: {share}"
+            yield f"of the gap to the reference, {' and '.join(hows)}: {share}"
 
 
 def _cells(found: Json) -> list[str]:
