@@ -168,11 +168,11 @@ def test_settling_makes_greedy_text_repeat_less() -> None:
         return repetitions(written, 4)[:, 16:].float().mean().item()
 
     before = repeated_share()
-    rounds = TrainPlan(steps=60, decay_steps=60, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
+    rounds = TrainPlan(steps=100, decay_steps=100, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
     plan = RepetitionPlan(rounds, steps_per_writing=4, windows=16, prompt=16, length=48)
     varied = torch.randint(3, 320, (4096,), generator=torch.Generator().manual_seed(0)).int()
     settle(model, varied, plan, lambda loss: loss)
-    assert before > 0.9 and repeated_share() < before - 0.1
+    assert before > 0.9 and repeated_share() < before - 0.3
 
 
 def test_export_is_what_transformers_computes(library: Path, tmp_path: Path) -> None:
