@@ -272,6 +272,10 @@ class Guesser:
         return f"{float(state['number'])}"
 
 
+def test_candidates_come_more_seldom_as_weights_change_less() -> None:
+    assert [LearnerPlan().steps_between(number) for number in (0, 320, 1000, 10**6)] == [64, 64, 200, 512]
+
+
 def promoted_by_chance(folder: Path, number_of: int, error: float) -> int:
     """Of so many judgements those that put something in use that is no better."""
     count = 0

@@ -53,7 +53,7 @@ def test_masks_see_the_text_up_to_their_end_and_the_masks_before_them(target: Pa
     for window, row in enumerate(ids.tolist()):
         for index, end in enumerate(ends.tolist()):
             alone = hf_logits(model, [*row[: end + 1], mask_id, mask_id, mask_id])[end:]
-            assert (found[window, index] - alone).abs().max() < 0.1 * alone.std()  # the products are bfloat16
+            assert (found[window, index] - alone).abs().max() < 0.1 * alone.std()  # the products may be bfloat16
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, None])

@@ -196,7 +196,7 @@ def test_decoding_agrees_with_the_whole_forward_pass() -> None:
     with torch.no_grad():
         scores = logits(model, ids)[:, 7:-1]
     chosen = scores.gather(-1, ids[:, 8:, None])[..., 0]
-    assert (scores.max(-1).values - chosen).max() < 0.1 * scores.std()  # the products are bfloat16
+    assert (scores.max(-1).values - chosen).max() < 0.1 * scores.std()  # the products may be bfloat16
 
 
 def test_a_model_accepts_all_of_its_own_drafts(library: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from outrider.rpc.messages import LearningKey, Lesson
 logger = logging.getLogger(__name__)
 
 TURN_STEPS = 8  # of a key, before another's turn
-LATEST = 3.0  # what a turn counts in a mean of few, in equal shares: of more, the first ones soon say nothing
+LATEST = 3.0  # equal shares that the latest turn has in a mean of few: what the first ones learned soon counts little
 LEAST_LESSONS = 8  # of a key, before anything is learned of it
 WORTHS = ("alone", "live", "candidate")
 JudgedRound = tuple[list[Lesson], list[float]]  # a lesson of each caller, and what each was worth
@@ -53,6 +53,10 @@ class LearnerPlan:
     error: float = 0.01  # of a judgement
     most_judges: int = 400  # lessons that come, after which a judgement begins anew
     window: int = 5  # drafted tokens of a round, as judgements count
+
+    def steps_between(self, num_steps: int) -> float:
+        """Of two candidates, after so many steps in all."""
+        return max(self.candidate_steps, min(self.candidate_share * num_steps, self.most_candidate_steps))
 
 
 @dataclass(slots=True, eq=False)
@@ -231,8 +235,7 @@ class Learner:
         """A candidate, if enough was learned since the one before; judged by what has come, if that decides."""
         judgement, plan = pupil.judgement, self.plan
         now = pupil.num_steps - judgement.began_at
-        wanted = min(plan.candidate_share * pupil.num_steps, plan.most_candidate_steps)
-        if now - judgement.last_at < max(plan.candidate_steps, wanted):
+        if now - judgement.last_at < plan.steps_between(pupil.num_steps):
             return
         judgement.last_at, judgement.num_candidates = now, judgement.num_candidates + 1
         candidate = pupil.candidate = Candidate(pupil.average, pupil.num_steps, pupil.pool.num_taken)
