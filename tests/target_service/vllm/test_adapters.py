@@ -20,7 +20,7 @@ from support.adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, save_adapter
 from support.engines import opened
 from support.fakes import until
 from support.models import save_tiny
-from target_service.test_vllm_engine import STREAM, FakeLink
+from target_service.vllm.test_engine import STREAM, FakeLink
 
 from outrider.engine.adapters.config import UnsupportedAdapter
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter

@@ -13,7 +13,7 @@ import pytest
 from support.engines import opened
 from support.fakes import until
 from support.pictures import bomb, media, picture
-from target_service.test_vllm_engine import STREAM, FakeLink
+from target_service.vllm.test_engine import STREAM, FakeLink
 
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted
 from outrider.rpc.media import Media
