@@ -179,6 +179,7 @@ ELSEWHERE = {
     "--threads",
     "--draft-cache-mb",
     "--learn-from",
+    "--learned-drafts",
     "--listen",
     "--learned-rank",
     "--method",

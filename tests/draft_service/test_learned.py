@@ -4,6 +4,8 @@ what becomes of open sequences when that changes."""
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from array import array
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.gateway.peers.remote import DRAFT_SERVICE, lessons_of, put_learned, reload_model
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.learning.lessons import MAX_TOKENS, SALTED, UNSALTED, Lessons, group_of
+from outrider.rpc.learning.lessons import MAX_BYTES, MAX_TOKENS, SALTED, UNSALTED, Lessons, Teaching, group_of
 from outrider.rpc.messages import (
     LESSON_BYTES,
     Close,
@@ -39,7 +41,7 @@ from outrider.rpc.messages import (
     TokenWeights,
 )
 from outrider.rpc.words.sampling_params import AcceptanceRule
-from outrider.rpc.words.structured import StructuredOutput
+from outrider.rpc.words.structured import Reasoning, StructuredOutput
 
 PROMPT = [(7 * index) % 90 + 3 for index in range(40)]
 TARGET = "d" * 64
@@ -105,6 +107,11 @@ CASES: dict[str, tuple[dict[str, Any], frozenset[str], bool, bool]] = {
     "a caller's seed, by blocks": ({"sampling": SAMPLED, "acceptance": BLOCK}, SALTS, False, False),
     "a cut law": ({"sampling": CUT, "acceptance": COUPLED}, SALTS, False, True),
     "a cut law, greedily": ({"sampling": replace(CUT, temperature=0.0)}, SALTS, True, True),
+    "reasoning without a bound": ({"sampling": GREEDY, "reasoning": Reasoning((5, 6), (9,))}, SALTS, True, True),
+    "a bound of reasoning": (
+        {"sampling": GREEDY, "reasoning": Reasoning((5, 6), (9,), max_tokens=1, open=True)}, SALTS, False, True,
+    ),
+    "a salt called as those without one": ({"sampling": GREEDY, "salt": UNSALTED}, frozenset({UNSALTED}), False, False),
     "a grammar": (
         {"sampling": replace(GREEDY, structured_output=StructuredOutput(json_object=True))}, SALTS, False, True,
     ),
@@ -206,7 +213,7 @@ def test_the_one_that_was_wanted_longest_ago_goes(folders: dict[str, Path]) -> N
 
 
 def rows_of(learning: Learning) -> list[tuple[str, str, str]]:
-    rows = learning.draft.engine.model.learned.rows()
+    rows = learning.draft.engine.model.learned.rows
     return [(row.target_digest, row.group, row.digest) for row in rows]
 
 
@@ -225,6 +232,29 @@ def test_lessons_that_nobody_takes_make_room() -> None:
         longest.add(Lesson("d", "", [1, 2], [3] * length, GREEDY, COUPLED, 0))
     taken, lost = longest.take()
     assert ([len(lesson.output_ids) for lesson in taken], lost) == ([MAX_TOKENS - 2], 1)
+
+
+def test_what_waits_is_bounded_with_its_biases() -> None:
+    """By what is taken: 1,024 of them are a hundred kilobytes of a short text."""
+    lessons = Lessons()
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            biases = {5000 + place: float(number + place) for place in range(300)}
+            request = asked(sampling=replace(GREEDY, logit_bias=biases))
+            teaching = Teaching.of(request, SALTS)
+            assert teaching is not None
+            lesson = teaching.lesson([*PROMPT, 5, 6], len(PROMPT))
+            assert lesson is not None
+            lessons.add(lesson)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    print(f"{taken / 2**20:.1f} MiB, {lessons.num_bytes / 2**20:.1f} counted")
+    assert taken < 1.3 * MAX_BYTES and lessons.num_bytes <= MAX_BYTES
+    many = asked(sampling=replace(GREEDY, bad_words_ids=(tuple(range(256)),) * 400))
+    lesson = Teaching(KEY, many.sampling, COUPLED, 7, 0, 0).lesson([*PROMPT, 5, 6], len(PROMPT))
+    assert lesson is not None and lesson.num_bytes > MAX_BYTES
 
 
 # Over gRPC
@@ -312,10 +342,11 @@ async def test_what_cannot_be_used_is_told_by_name_and_the_old_one_drafts(
 
 
 async def test_the_latest_learner_has_the_lessons(running: Running) -> None:
-    given = Lesson(TARGET, "", (1, 2), (3, 4), SAMPLED, COUPLED, seed=2**63 + 1, completion=3, num_given=1)
+    ids = array("I", (1, 2)), array("I", (3, 4))
+    given = Lesson(TARGET, "", *ids, SAMPLED, COUPLED, seed=2**63 + 1, completion=3, num_given=1)
     first = lessons_of(running.channel)
     info = await DRAFT_SERVICE.get_info(running.channel)
-    begin = LearningNews(model_digest=info.model.digest)
+    begin = LearningNews(model_digest=info.model.digest, max_learned=2, max_rank=32)
     assert await anext(first) == begin and begin.model_digest
     running.service.engine.lessons.add(given)
     assert await anext(first) == LearningNews((given,))

@@ -59,8 +59,8 @@ def test_a_dense_model_wakes_none() -> None:
 
 @torch.inference_mode()
 def test_a_captured_step_counts_behind_what_was_launched(gpu: PretendedDevice | None) -> None:
-    """Nobody waits for the number. Spare rows of a captured step go to experts, too, and are counted."""
-    options: dict[str, Any] = {"num_hidden_layers": 2}
+    """Nobody waits for the number. Spare rows of a captured step wake nothing: they go where the first row does."""
+    options: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 32, "num_experts_per_tok": 2}
     config, state = tiny_config("qwen3_moe", **options), tiny_state(tiny_hf_model("qwen3_moe", **options))
     runner = ModelRunner(build_decoder(config, state, dtype="float32", device="cuda").model, num_blocks=12)
     plain = ModelRunner(build_decoder(config, state).model, num_blocks=12)
@@ -69,13 +69,17 @@ def test_a_captured_step_counts_behind_what_was_launched(gpu: PretendedDevice | 
     if gpu is not None:
         gpu.graphs.append(device)  # type: ignore[arg-type]
         gpu.waits.clear()
-    ids = [*IDS, 5]  # a bucket's
-    logits = runner.forward([BatchEntry(ids, 0, [7, 2, 11], len(ids))])
-    read = runner.last_woken
-    assert gpu is None or gpu.waits == []
-    plain.forward([BatchEntry(ids, 0, [7, 2, 11], len(ids))])
-    logits.cpu()
-    assert read() == plain.last_woken() > 0
+    for num_rows in range(1, 9):
+        ids = [*IDS, 5, 8, 22, 3][:num_rows]
+        logits = runner.forward([BatchEntry(ids, 0, [7, 2, 11], num_rows)])
+        read = runner.last_woken
+        assert gpu is None or gpu.waits == []
+        torch.testing.assert_close(
+            logits.cpu(), plain.forward([BatchEntry(ids, 0, [7, 2, 11], num_rows)]), atol=1e-4, rtol=1e-4
+        )
+        assert read() == plain.last_woken() > 0
+        if gpu is not None:
+            gpu.waits.clear()
 
 
 class TimedRunner(ModelRunner):

@@ -281,6 +281,7 @@ def test_dynamic_rope_is_refused_beyond_the_original_length() -> None:
             "4096 experts in each of 17 layers; allow",
         ),
         (tiny_config("olmoe", clip_qkv=3.0), "olmoe with clip_qkv: is 3.0; allowed: null"),
+        (tiny_config("qwen3_moe", decoder_sparse_step=0), "decoder_sparse_step: is 0; allowed: 1 to"),
         (tiny_config("qwen2_moe", moe_intermediate_size=-4), "moe_intermediate_size: is -4; allowed: 1 to"),
         (tiny_config(num_attention_heads=3), "multiple of the number of attention heads"),
     ],
@@ -288,6 +289,23 @@ def test_dynamic_rope_is_refused_beyond_the_original_length() -> None:
 def test_unsupported_configurations_are_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         build_decoder(config, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("mixtral", {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("mixtral", {"sliding_window": 9, "use_sliding_window": False, "mlp_only_layers": [0]}),
+        ("mixtral", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"] * 2}),
+        ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 2}),
+    ],
+)
+def test_what_a_familys_code_does_not_look_at_changes_nothing(family: str, given: dict[str, Any]) -> None:
+    """transformers' objects keep it all the same."""
+    ids, model = list(range(3, 43)), tiny_hf_model(family, **given)
+    logits = logits_of(build_decoder(tiny_config(family, **given), tiny_state(model)), ids)
+    torch.testing.assert_close(logits, hf_logits(model, ids), atol=1e-4, rtol=1e-4)
 
 
 def test_wrong_tensors_are_named() -> None:

@@ -3,41 +3,20 @@ is what transformers reads."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.four_bit_experts import SIZES, in_four_bits
 from support.models import KERNELS, cpu_kernels, hf_logits, logits_of, save_tiny, tiny_hf_model
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import WrongCheckpoint
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 IDS = [(7 * index + 5) % 97 for index in range(44)]
-
-
-def in_four_bits(folder: Path) -> Any:
-    """Rewrites a checkpoint's experts as random blocks; returns transformers' model of what they stand for."""
-    generator = torch.Generator().manual_seed(3)
-    model = tiny_hf_model("gpt_oss", seed=1, **SIZES)
-    state, numbers = load_file(folder / "model.safetensors"), dict(model.state_dict())
-    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = state.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).to(torch.uint8)
-        scales = torch.randint(122, 125, (experts, outputs, inputs // 32), generator=generator).to(torch.uint8)
-        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    kept = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kept}))
-    model.load_state_dict(numbers)
-    return model
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -84,6 +63,7 @@ def wrong(change: dict[str, Tensor | None], folder: Path) -> None:
         ),
         ({"model.layers.0.mlp.experts.gate_up_proj_scales": None}, "missing .*gate_up_proj_scales"),
         ({"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(2, 64)}, r"down_proj_bias has shape \(2, 64\)"),
+        ({"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(9, 64)}, r"has shape \(9, 64\), not of 5 experts"),
         ({"model.layers.0.self_attn.sinks": torch.zeros(3)}, r"sinks has shape \(3,\), not \(4,\)"),
         (
             {"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(5, 64, 9, dtype=torch.uint8)},

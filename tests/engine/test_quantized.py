@@ -108,7 +108,9 @@ def random_weight(outputs: int = 48, inputs: int = 64, seed: int = 0) -> Tensor:
 
 def read(stored: dict[str, Tensor], said: dict[str, Any], is_decoded: bool = False) -> Tensor:
     """The numbers, which the packed form has as well, unless there is none for them."""
-    state = QuantizedTensors(layout_of(said), {f"layer.{name}": tensor for name, tensor in stored.items()})
+    layout = layout_of(said)
+    assert layout is not None
+    state = QuantizedTensors(layout, {f"layer.{name}": tensor for name, tensor in stored.items()})
     assert list(state) == ["layer.weight"] and len(state) == 1
     numbers, packed = state["layer.weight"], state.packed("layer.weight")
     assert state.meta["layer.weight"].shape == numbers.shape

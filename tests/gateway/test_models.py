@@ -47,7 +47,7 @@ class Fleet:
         self._stack, self.folders, self.targets = stack, folders, targets
         self.draft = ""
 
-    async def gateway(self, **given: Any) -> GatewayParts:
+    async def gateway(self, connect: bool = True, **given: Any) -> GatewayParts:
         """One that is connected and serves."""
         settings = GatewaySettings(listen="127.0.0.1:0", http="127.0.0.1:0", draft_trial="off", **given)
         parts = build_gateway(settings, None)
@@ -55,7 +55,8 @@ class Fleet:
         await parts.http.start()
         for model in parts.models:
             await self._stack.enter_async_context(model.targets)
-        await parts.connect(self._stack)
+        if connect:
+            await parts.connect(self._stack)
         await parts.server.start()
         self._stack.push_async_callback(parts.server.stop, 0)
         self._stack.push_async_callback(parts.http.stop, 0)
@@ -189,6 +190,17 @@ async def test_without_a_default_a_model_has_to_be_named(fleet: Fleet) -> None:
         await tokens_of(parts.server)
     with pytest.raises(grpc.aio.AioRpcError, match="served here: 'one', 'other'"):
         await tokens_of(parts.server, "absent")
+    async with Client(parts.server.address) as client:
+        told = [(await client.info(model=model)).target.name for model in ("", "one", "other")]
+    assert told == ["one", "one", "other"], "what a gateway is may be asked all the same"
+
+
+async def test_one_model_is_described_while_the_default_is_away(fleet: Fleet) -> None:
+    settings = fleet.two(default=True)
+    parts = await fleet.gateway(connect=False, **settings | {"target": ["127.0.0.1:1", settings["target"][1]]})
+    await parts.models[1].targets.wait_usable()
+    async with Client(parts.server.address) as client:
+        assert (await client.info(model="other")).target.name == "other"
 
 
 async def test_a_model_whose_targets_are_gone_harms_no_other(fleet: Fleet) -> None:

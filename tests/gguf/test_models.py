@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.gguf_models import ARCHITECTURES, as_gguf
+from support.gguf_models import ARCHITECTURES, as_gguf, gates_beside_ups, one_by_one
 from support.models import KERNELS, MIXTURES, cpu_kernels, hf_logits, logits_of
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +67,43 @@ def test_quantised_experts_stay_as_they_are_stored(family: str, kind: str, tmp_p
 def test_experts_are_as_many_as_is_said(tmp_path: Path) -> None:
     file, _ = as_gguf(tmp_path / "model.gguf", "olmoe", metadata={"olmoe.expert_count": 6})
     with pytest.raises(ValueError, match=r"ffn_\w+_exps\.weight: is of 7 experts; allowed: expert_count, 6"):
+        load_model(locate(file))
+
+
+@pytest.mark.parametrize("arranged", [gates_beside_ups, one_by_one])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "gpt_oss"])
+def test_experts_may_lie_otherwise(family: str, kind: str, arranged: Any, tmp_path: Path) -> None:
+    """Gates and ups in one tensor, or every expert in its own: the numbers are the same."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    own: dict[str, Any] = {
+        name: size for name, size in sizes.items() if family.startswith("qwen") or name != "moe_intermediate_size"
+    }
+    found = []
+    for name, how in (("usual", dict), ("other", arranged)):
+        file, _ = as_gguf(tmp_path / f"{name}.gguf", family, kind, arranged=how, **own)
+        found.append(logits_of(load_model(locate(file), activations="float32"), IDS))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("expert_weights_norm", True, "False"), ("expert_weights_scale", 2.5, "0.0, 1.0"),
+        ("expert_gating_func", 2, "0, 1"), ("expert_group_count", 4, "0, 1"),
+    ],
+)  # fmt: skip
+def test_routing_that_is_not_the_architectures_is_refused(key: str, value: Any, allowed: str, tmp_path: Path) -> None:
+    file, _ = as_gguf(tmp_path / "model.gguf", "olmoe", metadata={f"olmoe.{key}": value})
+    with pytest.raises(ValueError, match=rf"olmoe\.{key}: is {value}; allowed: {allowed}"):
+        load_model(locate(file))
+
+
+def test_without_a_width_of_experts_that_of_a_feed_forward_is_taken(tmp_path: Path) -> None:
+    file, _ = as_gguf(
+        tmp_path / "model.gguf", "olmoe", arranged=gates_beside_ups, metadata={"olmoe.feed_forward_length": 24}
+    )
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight has shape"):
         load_model(locate(file))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,6 +96,12 @@ def test_what_is_better_is_promoted_soon_and_what_is_worse_is_not() -> None:
             verdict = trial.add((0.5 + gain + dice.uniform(-0.2, 0.2), 0.5))
         assert verdict is expected and trial.num_lessons < 40
         assert trial.mean_gain == pytest.approx(gain, abs=0.1)
+
+
+def test_a_draft_that_says_no_numbers_is_no_better() -> None:
+    trial = Trial(0.01)
+    trial.add(*((math.nan, 0.5) for _ in range(60)))
+    assert trial.verdict is Verdict.NO_BETTER and trial.mean_gain == -1.0
 
 
 def test_a_text_counts_no_more_than_others_may() -> None:

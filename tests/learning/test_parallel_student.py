@@ -63,7 +63,8 @@ def test_a_row_says_what_the_model_does_behind_its_masks(
     student.hold(student.untrained())
     student._model.eval()
     with torch.inference_mode():
-        found, places = student._at(lesson, ends, 3)
+        said, places = student._at(lesson, ends, 3)
+        found = student._processed(lesson, ends, said, 3)
     wanted, stands = [], []
     for end in ends.tolist():
         count = min(3, len(drawn) - end)

@@ -32,7 +32,7 @@ from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.learning.lessons import UNSALTED, group_of
 from outrider.rpc.messages import LearningKey
 
-PLAN = LearnerPlan(PoolPlan(hold_out=3), candidate_steps=8, error=0.2, window=4)
+PLAN = LearnerPlan(PoolPlan(hold_out=3), most_keys=2, candidate_steps=8, error=0.2, window=4)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def draft_of(served: Deployment) -> Path:
 
 def learned_of(draft: boot.DraftService) -> list[str]:
     """The digests of what it has in use."""
-    return [row.digest for row in draft.engine.model.learned.rows()]
+    return [row.digest for row in draft.engine.model.learned.rows]
 
 
 async def ask(served: Deployment, number: int, temperature: float, num_draft_tokens: int, **sampling: Any) -> list[int]:
@@ -156,7 +156,7 @@ async def test_lessons_come_of_all_that_a_target_answers_and_what_is_in_use_is_p
             (row,) = (await DRAFT_SERVICE.get_info(served.to_draft)).learned
             assert (row.target_digest, row.digest) == (digest, version.digest)
             learner.shelf.put(pupil.key, replace(version, left_out=("c",)))
-            await until(lambda: served.draft.engine.model.learned.rows()[0].left_out == ("c",))
+            await until(lambda: served.draft.engine.model.learned.rows[0].left_out == ("c",))
             learner.shelf.put(pupil.key, None)
             await until(lambda: not learned_of(served.draft))
     await served.settled()
@@ -205,6 +205,34 @@ async def test_drafts_of_the_same_weights_share_and_one_that_starts_again_is_bro
     finally:
         for service in services:
             await service.stop()
+
+
+async def test_what_is_given_up_makes_room_for_what_is_put_in_use(
+    served: Deployment, student: Student, tmp_path: Path
+) -> None:
+    """The draft has room for two."""
+    keys = [LearningKey("e" * 64, f"{number:032x}") for number in range(4)]
+    with learning(student, tmp_path) as learner:
+        async with linked(learner, served.draft.server.address):
+            wanted = {key: put(learner, key, seed).digest for seed, key in enumerate(keys[:2])}
+            for place, key in enumerate(keys[2:]):
+                await until(lambda: sorted(learned_of(served.draft)) == sorted(wanted.values()))
+                learner.shelf.live = {old: one for old, one in learner.shelf.live.items() if old != keys[place]}
+                del wanted[keys[place]]
+                wanted[key] = put(learner, key, 5 + place).digest
+            await until(lambda: sorted(learned_of(served.draft)) == sorted(wanted.values()))
+            learner.shelf.live = {}
+            await until(lambda: not learned_of(served.draft))
+
+
+async def test_more_than_a_draft_has_room_for_is_told(served: Deployment, student: Student, tmp_path: Path) -> None:
+    address, wide = served.draft.server.address, TokenStudent(draft_of(served), StudentPlan(rank=33))
+    for student_of, plan, said in (
+        (student, replace(PLAN, most_keys=3), "--learned-drafts is 2, and --keys 3; allowed: at most 2"),
+        (wide, PLAN, "--learned-rank is 32, and --rank 33; allowed: at most 32"),
+    ):
+        with learning(student_of, tmp_path, plan) as learner, pytest.raises(FailedPrecondition, match=said):
+            await LearningLink(address, None, learner, dict).run()
 
 
 async def test_a_draft_of_other_weights_and_one_that_does_not_hand_out_are_told(

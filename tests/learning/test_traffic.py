@@ -53,6 +53,9 @@ def test_what_cannot_be_learned_from_is_counted() -> None:
     assert (pool.num_taken, pool.num_refused) == (0, 7)
     pool.take(lesson([1] * 56, least))
     assert pool.num_taken == 1
+    biased = replace(DRAWN, logit_bias=dict.fromkeys(range(3), 1.0))
+    pool.take(replace(lesson([1] * 20, least), sampling=biased))
+    assert pool.num_refused == 8, "its biases are as long as the longest text"
 
 
 def test_memory_is_bounded_and_what_is_old_keeps_a_share() -> None:

@@ -35,6 +35,7 @@ def arguments_of(folder: Path, **given: Any) -> EngineArguments:
         ({"quantization": "gguf"}, {}, "quantization='gguf'"),
         ({"quantization": "int8"}, {}, ""),
         ({"quantization": "awq"}, AWQ, ""),
+        ({}, {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, ""),
         ({"quantization": "awq_marlin"}, AWQ, ""),
         ({"enable_lora": True, "max_lora_rank": 64}, {}, ""),
         ({"enable_lora": True, "max_lora_rank": 128}, {}, "max_lora_rank=128: our engine takes ranks to 64"),

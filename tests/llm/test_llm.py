@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.four_bit_experts import SIZES, in_four_bits
 from support.models import hf_logits, other_weights, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
@@ -74,6 +75,18 @@ def test_greedy_equals_generate(tiny_pair: TinyPair, method: str | None, k: int)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
     drafts: Any = values.get("vllm:spec_decode_num_drafts")
     assert (drafts is None) if method is None else drafts.value > 0
+
+
+def test_experts_in_floats_of_four_bits(tmp_path: Path) -> None:
+    """As gpt-oss is published."""
+    folder = save_tiny(tmp_path / "model", "gpt_oss", seed=1, vocab_size=VOCAB, **SIZES)
+    in_four_bits(folder, vocab_size=VOCAB)
+    train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
+    found = []
+    for config in (None, {"method": "suffix", "num_speculative_tokens": 4}):
+        with LLM(folder, threads=1, speculative_config=config) as made:
+            found.append(ids_of(made.generate(prompts_of(3), SamplingParams(temperature=0.0, max_tokens=32), **QUIET)))
+    assert found[0] == found[1] and {len(ids) for ids in found[0]} == {32}
 
 
 @pytest.mark.parametrize("config", [{"parallel_drafting": True}, {"method": "pard"}])

@@ -47,6 +47,8 @@ DRAFT_SEQUENCE = "draft_service/outrider/draft_service/sequence.py"
 CHAINS = "draft_service/outrider/draft_service/chains.py"
 BRANCHES = "draft_service/outrider/draft_service/scheduler.py"
 DRAFT_LESSONS = "rpc/outrider/rpc/learning/lessons.py"
+STUDENT = "outrider-train/outrider/learning/student.py"
+LEARNER = "outrider-train/outrider/learning/learner.py"
 DRAFT_ADMISSION = "draft_service/outrider/draft_service/admission.py"
 DRAWING = "proposers/outrider/proposers/drawing.py"
 DRAFT_ROWS = "proposers/outrider/proposers/draft_rows.py"
@@ -314,6 +316,18 @@ MUTANTS = (
     Mutant(DRAFT_LESSONS, "tests/draft_service/test_learned.py::test_who_teaches_and_who_is_drafted_for",
            "if not (allowed and request.may_recall and request.model_digest):",
            "if not (allowed and request.model_digest):"),
+    Mutant(DRAFT_LESSONS, "tests/draft_service/test_learned.py::test_who_teaches_and_who_is_drafted_for",
+           "sampling.structured_output is None and not is_bounded and",
+           "sampling.structured_output is None and"),
+    Mutant(DRAFT_LESSONS, "tests/draft_service/test_learned.py::test_who_teaches_and_who_is_drafted_for",
+           "named = request.salt in salts and request.salt not in (UNSALTED, SALTED)",
+           "named = request.salt in salts"),
+    Mutant(STUDENT, "tests/learning/test_learner.py::test_cold_nonsense_takes_no_more",
+           "part: Tensor = loss * (MOST_ASKED / asked.norm(dim=-1).sum()).clamp(max=1.0)",
+           "part: Tensor = loss * (MOST_ASKED / asked.norm(dim=-1).sum()).clamp(min=1.0)"),
+    Mutant(LEARNER, "tests/learning/test_learner.py::test_what_is_in_use_gives_its_place_to_no_new_name",
+           "those = [key for key, one in self._pupils.items() if (one.live is not None) is in_use]",
+           "those = list(self._pupils)"),
     Mutant(HEAD_ADAPTERS, "tests/target_service/heads/test_learning.py::test_weights_that_would_change_what_is_kept_are_refused",
            'LEARNING = ("self_attn.q_proj",',
            'LEARNING = ("self_attn.q_proj", "self_attn.k_proj",'),

@@ -4,7 +4,7 @@ Llama's queries and keys, Gemma's norms with the 1 added."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,11 @@ def as_gguf(
     kind: str = "F32",
     metadata: Mapping[str, Any] | None = None,
     tables: Mapping[str, Stored] | None = None,
+    arranged: Callable[[dict[str, Stored]], dict[str, Stored]] = dict,
     **options: Any,
 ) -> tuple[Path, Any]:
     """Writes a model of a family, its matrices of a kind where their rows are whole blocks of it, and `tables` beside
-    them; returns the path and transformers' model of the unrounded numbers."""
+    them, `arranged` otherwise; returns the path and transformers' model of the unrounded numbers."""
     model = tiny_hf_model(family, **(OPTIONS.get(family, {}) | options))
     config, name = model.config, ARCHITECTURES[family]
     table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
@@ -63,11 +64,34 @@ def as_gguf(
         tensors[f"{table.get_name(stem)}.{part}"] = _stored(numbers, kind)
     keys = {f"{name}.{key}": value for key, value in _keys(family, config).items()}
     head = {"general.architecture": name}
-    return write_gguf(path, head | keys | letters(config.vocab_size) | dict(metadata or {}), tensors), model
+    return write_gguf(path, head | keys | letters(config.vocab_size) | dict(metadata or {}), arranged(tensors)), model
 
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
+
+
+def gates_beside_ups(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """A layer's gates and ups in one tensor, each expert's behind one another."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".ffn_gate_exps." in name]:
+        gate, up = found.pop(name), found.pop(name.replace("_gate_", "_up_"))
+        (count, width, *rest), size = gate[0], len(gate[2]) // gate[0][0]
+        each = [one[2][at : at + size] for at in range(0, count * size, size) for one in (gate, up)]
+        found[name.replace("_gate_", "_gate_up_")] = (count, 2 * width, *rest), gate[1], b"".join(each)
+    return found
+
+
+def one_by_one(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """A tensor for every expert, as files of old have them."""
+    found = dict(tensors)
+    for name in [name for name in tensors if "_exps." in name]:
+        shape, kind, data = found.pop(name)
+        size = len(data) // shape[0]
+        for index in range(shape[0]):
+            lone = name.replace("_exps.", f".{index}.")
+            found[lone] = shape[1:], kind, data[index * size : (index + 1) * size]
+    return found
 
 
 def _with_stacked_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

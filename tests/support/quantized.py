@@ -67,7 +67,9 @@ def rounded_state(state: Mapping[str, Tensor], rounding: Rounding, group: int = 
             continue
         parts = stored_parts(round_to_nearest(tensor, rounding, group))
         stored |= {f"{name.removesuffix('.weight')}.{part}": numbers for part, numbers in parts.items()}
-    return QuantizedTensors(layout_of(quantization_config(rounding, group, ["lm_head"])), stored)
+    layout = layout_of(quantization_config(rounding, group, ["lm_head"]))
+    assert layout is not None
+    return QuantizedTensors(layout, stored)
 
 
 def small_floats(

@@ -17,6 +17,7 @@ from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.loader import LoadedModel
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
+from outrider.rpc.words.expert_costs import ExpertCosts
 from outrider.rpc.words.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.target_service.goodput import MARGIN, PROBE_SHARE, Goodput, GoodputRequest, best_rows
 
@@ -138,6 +139,20 @@ def test_a_prompt_adds_its_share_of_the_time() -> None:
     for _ in range(200):
         goodput.add_step(32, 32_000, 16_000)
     assert goodput.rows_beside(32, 0.5) == 23  # half of 32 ms and of a pause of nearly 16
+
+
+def test_a_prompt_beside_many_sequences_of_a_mixture_has_its_share_of_what_they_wake() -> None:
+    """Eight rows of eight texts wake more experts than eight of one, and their step is as much longer."""
+    goodput = Goodput(FLAT, experts=ExpertCosts(2, 32, 2, expert_us=100.0, along=0.3))
+    assert goodput.time.experts is not None
+    for _ in range(50):
+        goodput.time.experts.add(8, 8, num_woken=25)
+        goodput.time.experts.add(8, 1, num_woken=8)
+    one, eight = (goodput.time.at(8, sequences=count) for count in (1, 8))
+    assert eight > one + 500
+    rows = [goodput.rows_beside(8, 0.5, sequences=count) for count in (1, 8)]
+    assert rows[0] == goodput.time.rows_beside(8, 0.5 * one) and rows[1] == goodput.time.rows_beside(8, 0.5 * eight)
+    assert rows[1] > rows[0]
 
 
 @settings(max_examples=200, derandomize=True)

@@ -86,7 +86,7 @@ async def start(settings: DraftSettings) -> DraftService:
     if settings.learn_from:
         learns = ModelsLearned(engine, lambda: servicer.model.digest)
         learned = LearnedDrafts(lambda: learns, thread, one, servicer.tell_learned)
-        servicer.learning.taught = Taught(engine.lessons, learned, learns.model_digest)
+        servicer.learning.taught = Taught(engine.lessons, learned, learns.model_digest, settings.learned_rank)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
     if reloads is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.engine.gguf_state import GgufState
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.quantized.state import QuantizedTensors, keeps_experts_together, layout_of, said_of
+from outrider.engine.quantized.state import QuantizedTensors, layout_of, said_of
 from outrider.engine.sampler import OFF
 from outrider.gguf import folder as gguf_folder
 from outrider.gguf.header import WrongGguf, read_gguf, read_part
@@ -203,9 +203,8 @@ def read_weights(folder: Path, files: tuple[Path, ...]) -> Mapping[str, Tensor]:
     """A model's tensors, of a quantised one decoded when they are asked for. Raises WrongCheckpoint, and
     UnsupportedModel for a way of quantising that is not served."""
     said = said_of(read_config(folder))
-    if said is None or keeps_experts_together(said):
-        return read_tensors(files)
-    return QuantizedTensors(layout_of(said), read_tensors(files))
+    layout = None if said is None else layout_of(said)
+    return read_tensors(files) if layout is None else QuantizedTensors(layout, read_tensors(files))
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

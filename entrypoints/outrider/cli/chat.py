@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
     try:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
         with SyncClient(settings.gateway, **settings.access()) as client:
-            info = client.info(timeout=ASK_S)
+            info = client.info(ASK_S, settings.model)
             conversation = Conversation(client, settings.system, settings.options() | settings.given())
             conversation.speculate = settings.speculation
             view = make_view(settings.plain, settings.stats, tokenizer)

@@ -67,6 +67,7 @@ class RequestSettings(AccessSettings):
     timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")
     priority: int = Field(0, description="lower is served first under load")
     salt: str = Field("", description="separates prefix caches")
+    model: str = Field("", description="name of the model (default: the gateway's)")
     adapter: str = Field("", description="name of an adapter of the model (default: the model alone)")
 
     def given(self) -> dict[str, Any]:
@@ -76,7 +77,8 @@ class RequestSettings(AccessSettings):
 
     def options(self) -> dict[str, Any]:
         """The rest of what every request says, as the client takes it."""
-        same = {name: getattr(self, name) for name in ("num_draft_tokens", "timeout", "priority", "salt", "adapter")}
+        names = "num_draft_tokens", "timeout", "priority", "salt", "model", "adapter"
+        same = {name: getattr(self, name) for name in names}
         return same | {"mode": self.mode or "", "acceptance": AcceptanceRule[self.acceptance.upper()]}
 
 
@@ -85,7 +87,6 @@ class GenerateSettings(RequestSettings):
 
     section: ClassVar[str] = "generate"
 
-    model: str = Field("", description="name of the model (default: the one that is served)")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
     token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
     image: tuple[Path, ...] = Field(
@@ -132,7 +133,7 @@ class GenerateSettings(RequestSettings):
     def request(self) -> dict[str, Any]:
         """All that is said of the request but its prompt as a text, as the client takes it. OSError for files that
         cannot be read."""
-        same = {name: getattr(self, name) for name in ("token_ids", "n", "method", "request_id", "model")}
+        same = {name: getattr(self, name) for name in ("token_ids", "n", "method", "request_id")}
         file = self.prediction_file
         own = {
             "media": [image.read_bytes() for image in self.image],

@@ -80,13 +80,16 @@ class Client(_Gateways):
         for channel in self._channels:
             await channel.close()
 
-    async def info(self, timeout: float | None = None) -> GatewayInfo:
-        """What the gateway says of itself; of several the first that answers. Each is asked once."""
+    async def info(self, timeout: float | None = None, model: str = "") -> GatewayInfo:
+        """What the gateway says of itself, and of a model of several; of several gateways the first that answers. Each
+        is asked once."""
         route = self._route(timeout, NO_RETRY)
         while True:
             try:
                 answer = await self._stubs[route.index].GetGatewayInfo(
-                    pb.GetGatewayInfoRequest(), timeout=route.remaining, metadata=request_metadata(token=self._token)
+                    pb.GetGatewayInfoRequest(model=model),
+                    timeout=route.remaining,
+                    metadata=request_metadata(token=self._token),
                 )
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(route.failed(from_rpc_error(error)))
@@ -146,13 +149,15 @@ class SyncClient(_Gateways):
         for channel in self._channels:
             channel.close()
 
-    def info(self, timeout: float | None = None) -> GatewayInfo:
-        """What the gateway says of itself; of several the first that answers. Each is asked once."""
+    def info(self, timeout: float | None = None, model: str = "") -> GatewayInfo:
+        """As of Client."""
         route = self._route(timeout, NO_RETRY)
         while True:
             try:
                 answer = self._stubs[route.index].GetGatewayInfo(
-                    pb.GetGatewayInfoRequest(), timeout=route.remaining, metadata=request_metadata(token=self._token)
+                    pb.GetGatewayInfoRequest(model=model),
+                    timeout=route.remaining,
+                    metadata=request_metadata(token=self._token),
                 )
             except grpc.RpcError as error:
                 route.failed(from_rpc_error(error))

@@ -205,9 +205,9 @@ INFO_S = 10.0
 MAX_CALLS = 64  # at once; a gateway refuses what it cannot queue
 # Keywords that this process decides; all others are the services' own.
 OWN = (  # enable_lora: adapters need no leave here, the gateway has them or not
-    "gateway", "credentials", "server_name", "token", "tokenizer", "seed", "max_logprobs", "logprobs_mode",
-    "disable_log_stats", "generation_config", "override_generation_config", "per_request_spec_decode_metrics",
-    "acceptance", "mode", "enable_lora",
+    "gateway", "credentials", "server_name", "token", "served_model_name", "tokenizer", "seed", "max_logprobs",
+    "logprobs_mode", "disable_log_stats", "generation_config", "override_generation_config",
+    "per_request_spec_decode_metrics", "acceptance", "mode", "enable_lora",
 )  # fmt: skip
 
 
@@ -222,6 +222,7 @@ class AttachedBackend:
     num_draft_tokens: int
     speculation: SpeculationOptions
     weights: None = None  # they are the target service's
+    model: str = ""  # its name, where the gateway has several; empty: the gateway's own
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
 
     @property
@@ -236,7 +237,7 @@ class AttachedBackend:
         self, request: GenerationRequest, lora: LoRARequest | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of a request; where an adapter's files are its targets know. Called on the loop."""
-        request = self._bounded(request)
+        request = replace(self._bounded(request), model=self.model)
         if request.media:  # URLs and files are this process's
             media = await load_media(request.media, MediaLimits(MAX_MEDIA_BYTES, MOST_PIXELS))
             request = replace(request, media=tuple(MediaSource(one.data) for one in media))
@@ -290,15 +291,15 @@ def attach(
         addresses = [address.strip() for address in (arguments.gateway or "").split(",")]
         return Client(addresses, **access)
 
-    client = runtime.run(connect())
+    client, model = runtime.run(connect()), arguments.served_model_name or ""
     try:
-        info = runtime.run(client.info(INFO_S))
+        info = runtime.run(client.info(INFO_S, model))
     except BaseException:
         runtime.run(client.close())
         raise
     tokenizer = None if arguments.tokenizer is None else Tokenizer.load(arguments.tokenizer)
     k = info.num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
-    return AttachedBackend(runtime, client, tokenizer, info.target, k, speculation)
+    return AttachedBackend(runtime, client, tokenizer, info.target, k, speculation, model=model)
 
 
 def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mode: str = "") -> SpeculationOptions:

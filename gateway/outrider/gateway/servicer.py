@@ -13,7 +13,7 @@ from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.goals import goals_of
 from outrider.gateway.methods import offered
-from outrider.gateway.models import Models, may_ask, require_allowed
+from outrider.gateway.models import Models, may_ask, name_of, require_allowed
 from outrider.gateway.off_loop import written
 from outrider.gateway.text.chat import check_num_messages
 from outrider.gateway.text.tools.use import MAX_TOOLS
@@ -109,8 +109,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 guard.end()
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
-        """Describes the gateway and its peers."""
-        engine = require_allowed(self._models.called(request.model))
+        """Describes the gateway and its peers, of the model that is asked for; of the first that the caller may have
+        where none is."""
+        engines = [one for one in self._models.engines if may_ask(one)] or self._models.engines
+        engine = require_allowed(self._models.called(request.model) if request.model else engines[0])
         draft = None if engine.drafter is None else engine.drafter.info
         target = replace(engine.verifier.info.model, name=engine.model_name)
         return pb.GetGatewayInfoResponse(
@@ -122,7 +124,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
             media_types=engine.media_types,
             trials=map(DRAFT_TRIAL.encode, engine.trials),
-            models=[one.model_name for one in self._models.engines if may_ask(one)],
+            models=filter(None, map(name_of, engines)),
         )
 
 

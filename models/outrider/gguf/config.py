@@ -8,8 +8,9 @@ transformers' "longrope", which divides by them in the same way."""
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.gguf.header import GgufHeader, TensorPlace, WrongGguf
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 SINKS = "attn_sinks.weight"  # in a layer
+SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # how routers weigh, in llama.cpp's numbers; both are the same where these sum to 1
 TABLES = (FACTORS, SHORT_FACTORS, LONG_FACTORS)  # not weights
 MOST_SIZE = 1 << 24  # of anything that a key counts
 GEMMA_ACTIVATION = "gelu_pytorch_tanh"
@@ -39,7 +41,11 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
-_EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # each of all experts of a layer
+# Of all experts of a layer a part or, in rows behind one another, two; and in files of old a part of one.
+_EXPERTS = {
+    "ffn_gate_exps": ("gate",), "ffn_up_exps": ("up",), "ffn_down_exps": ("down",), "ffn_gate_up_exps": ("gate", "up"),
+}  # fmt: skip
+_ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d{1,5})")
 AFTER_ATTENTION = "post_attention_layernorm"
 _NORMS_AFTER = {  # of the newer Gemmas
     "post_attention_norm": "post_attention_layernorm",
@@ -74,6 +80,12 @@ class Keys:
         if found is None:
             raise WrongGguf(f"{self.header.files[0]} has no {self.prefix}{key}")
         return found
+
+    def one_of(self, key: str, allowed: Collection[Any]) -> None:
+        """Checks a value."""
+        value = self.value(key)
+        if value not in allowed:
+            raise self._wrong(key, value, ", ".join(map(str, allowed)))
 
     def has(self, key: str) -> bool:
         """Whether it is there."""
@@ -168,10 +180,11 @@ def _phi3(keys: Keys) -> dict[str, Any]:
 def _mixture(experts: Experts, normalised: bool) -> Callable[[Keys], dict[str, Any]]:
     def more(keys: Keys) -> dict[str, Any]:
         tensors, count = keys.header.tensors, keys.size("block_count")
+        _check_routing(keys, normalised)
         found: dict[str, Any] = {
             experts.count: keys.size("expert_count"),
             "num_experts_per_tok": keys.size("expert_used_count"),
-            experts.width: _width(keys, "ffn_gate_exps", "expert_feed_forward_length"),
+            experts.width: _width(keys, "ffn_up_exps", "expert_feed_forward_length"),
             "norm_topk_prob": normalised,
             "mlp_only_layers": [layer for layer in range(count) if f"blk.{layer}.ffn_gate.weight" in tensors],
             "qkv_bias": "blk.0.attn_q.bias" in tensors,
@@ -185,6 +198,17 @@ def _mixture(experts: Experts, normalised: bool) -> Callable[[Keys], dict[str, A
     return more
 
 
+def _check_routing(keys: Keys, normalised: bool) -> None:
+    """What the architecture's code decides is not said otherwise. Raises WrongGguf."""
+    for key, allowed in (
+        ("expert_weights_norm", (normalised,)), ("expert_weights_scale", (0.0, 1.0)),
+        ("expert_gating_func", (0, SOFTMAX, SOFTMAX_OF_CHOSEN) if normalised else (0, SOFTMAX)),
+        ("expert_group_count", (0, 1)),
+    ):  # fmt: skip
+        if keys.has(key):
+            keys.one_of(key, allowed)
+
+
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     """Every second layer slides, from the first on; where YaRN's frequencies begin to change is not rounded."""
     count = keys.size("block_count")
@@ -196,8 +220,10 @@ def _width(keys: Keys, tensor: str, key: str) -> int:
     """Channels of an expert's feed-forward: by its key or, in files of old, by its tensors."""
     if keys.has(key):
         return keys.size(key)
-    tensors = keys.header.tensors
-    return next(place.shape[-2] for name, place in tensors.items() if f".{tensor}." in name and len(place.shape) > 1)
+    for name, place in keys.header.tensors.items():
+        if f".{tensor}." in name and len(place.shape) > 1:
+            return place.shape[-2]
+    return keys.size("feed_forward_length")  # as where they lie together, or one by one
 
 
 QWEN_EXPERTS = Experts()
@@ -277,6 +303,9 @@ def _rotary(keys: Keys) -> dict[str, Any]:
     found = base | {"rope_type": kind, "factor": factor}
     if keys.has("rope.scaling.original_context_length"):
         found["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length")
+    if kind == "yarn":
+        bounds = ("beta_fast", "beta_slow")
+        found |= {one: keys.real(f"rope.scaling.yarn_{one}") for one in bounds if keys.has(f"rope.scaling.yarn_{one}")}
     if kind == "yarn" and keys.has("rope.scaling.attn_factor"):  # of the factor that follows from the other
         found["attention_factor"] = keys.real("rope.scaling.attn_factor") * (0.1 * log(factor) + 1.0)
     return found
@@ -319,9 +348,9 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
     in_layer = _IN_LAYER | norms
     if architecture.fused:
         in_layer = in_layer | {"ffn_up": "mlp.gate_up_proj"}
-    experts = architecture.experts
+    experts, num_experts = architecture.experts, 0
     if experts is not None:
-        in_layer = in_layer | experts.in_layer()
+        in_layer, num_experts = in_layer | experts.in_layer(), Keys(header).size("expert_count")
     found: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     for name, place in header.tensors.items():
@@ -336,8 +365,11 @@ def hugging_face_names(header: GgufHeader) -> dict[str, TensorPlace]:
         elif is_in_block and part == SINKS:
             found[f"model.layers.{int(layer)}.self_attn.sinks"] = place
         elif experts is not None and is_in_block and stem in _EXPERTS and len(place.shape) == _sides(kind):
-            for index, one in enumerate(_each(place, Keys(header).size("expert_count"))):
-                found[f"model.layers.{int(layer)}.{experts.name(index, _EXPERTS[stem])}.{kind}"] = one
+            for index, one in enumerate(_each(place, num_experts)):
+                for part, half in zip(_EXPERTS[stem], _parts(one, len(_EXPERTS[stem])), strict=True):
+                    found[f"model.layers.{int(layer)}.{experts.name(index, part)}.{kind}"] = half
+        elif experts is not None and is_in_block and (lone := _ONE_EXPERT.fullmatch(stem)):
+            found[f"model.layers.{int(layer)}.{experts.name(int(lone[2]), lone[1])}.{kind}"] = place
         elif is_in_block and stem in in_layer and kind in ("weight", "bias"):
             found[f"model.layers.{int(layer)}.{in_layer[stem]}.{kind}"] = _as_matrix(place, stem)
         else:
@@ -357,9 +389,16 @@ def _each(place: TensorPlace, count: int) -> list[TensorPlace]:
     """The matrices of a tensor of so many. Raises WrongGguf."""
     if place.shape[0] != count:
         raise WrongGguf(f"{place.path}: {place.name}: is of {place.shape[0]} experts; allowed: expert_count, {count}")
-    size = place.num_bytes // count
+    return [replace(one, shape=place.shape[1:]) for one in _parts(place, count)]
+
+
+def _parts(place: TensorPlace, count: int) -> list[TensorPlace]:
+    """Of a tensor, its outermost side cut into so many. Raises WrongGguf."""
+    if place.shape[0] % count:
+        raise WrongGguf(f"{place.path}: {place.name}: has shape {place.shape}; allowed: {count} parts of one size")
+    size, shape = place.num_bytes // count, (place.shape[0] // count, *place.shape[1:])
     starts = [place.start + index * size for index in range(count)]
-    return [replace(place, shape=place.shape[1:], start=start, num_bytes=size) for start in starts]
+    return [replace(place, shape=shape, start=start, num_bytes=size) for start in starts]
 
 
 def _as_matrix(place: TensorPlace, stem: str) -> TensorPlace:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ STAKES = (0.5, 2.0, 4.5)  # of what a bettor has, on a text worth 1 more; each h
 def worth(lesson: Lesson, logits: Tensor, window: int) -> float:
     """What a draft is worth for a lesson, 0 to 1, whose logits are [drawn, vocab]: for greedy and coupled tokens the
     share of drafts of `window` tokens that is accepted, over all rounds; else the mean probability of the text."""
-    ids = torch.tensor(lesson.output_ids[lesson.num_given :])  # [drawn]
+    ids = torch.tensor(lesson.drawn_ids)  # [drawn]
     if is_weighed(lesson):
         probs = (logits / lesson.sampling.temperature).softmax(-1)  # [drawn, vocab]
         return float(probs.gather(1, ids[:, None]).mean())
@@ -69,7 +70,7 @@ def share_accepted(windows: Sequence[Sequence[bool]], window: int) -> float:
 def noise_of(lesson: Lesson, vocab_size: int) -> Tensor:  # [drawn, vocab]
     """What the target's race had at these positions."""
     source: RandomSource = noise_source(vocab_size, torch.device("cpu"))
-    first, count = len(lesson.prompt_ids) + lesson.num_given, len(lesson.output_ids) - lesson.num_given
+    first, count = len(lesson.prompt_ids) + lesson.num_given, lesson.num_drawn
     span = RandomRange(RandomKey(lesson.seed, lesson.completion), RandomAhead(), first, count, first + count)
     return source.rows([span])
 
@@ -111,9 +112,10 @@ class Trial:
         return Verdict.OPEN
 
     def _bet(self, new: float, old: float) -> None:
-        difference = max(-MOST_COUNTED, min(MOST_COUNTED, new - old))
+        gain = new - old if isfinite(new - old) else -1.0  # of a draft that says no numbers
+        difference = max(-MOST_COUNTED, min(MOST_COUNTED, gain))
         self.num_lessons += 1
-        self.gain += new - old
+        self.gain += gain
         self._for = [held * (1 + stake * difference) for held, stake in zip(self._for, STAKES, strict=True)]
         self._against = [held * (1 - stake * difference) for held, stake in zip(self._against, STAKES, strict=True)]
 

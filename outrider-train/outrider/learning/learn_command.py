@@ -74,7 +74,13 @@ class LearnSettings(ServicesAccessSettings):
         description="drafted tokens of a round, as judgements count, and a pass, where it drafts in parallel",
     )
     memory_mb: int = Field(64, ge=1, description="memory of the texts of a target and salt, in MiB")
-    keys: int = Field(8, ge=1, le=1024, description="targets and salts that are learned of at once, the latest")
+    keys: int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="targets and salts for which something is in use, the latest, and as many for which nothing is "
+        "yet; at most the services' --learned-drafts",
+    )
     max_tokens: int = Field(2048, ge=16, le=8192, description="longest text that teaches, prompt and answer")
     threads: int = Field(1, ge=1, le=256, description="threads of its passes")
     niceness: int = Field(19, ge=0, le=19, description="by how much others go first on its cores; 0: they do not")
@@ -116,8 +122,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider learn") -> int
         model = locate(settings.model)
         require_config(model, "--model")
         head = None if settings.head is None else locate(settings.head)
-        learner = make_learner(settings, model, head)
-        asyncio.run(serve(settings, learner))
+        from outrider.learning.versions import owned
+
+        with owned(settings.folder):
+            learner = make_learner(settings, model, head)
+            asyncio.run(serve(settings, learner))
     except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0

@@ -27,7 +27,7 @@ import torch
 
 from outrider.learning.judgement import Trial, Verdict
 from outrider.learning.student import State, Student
-from outrider.learning.traffic import MAX_CALLERS, MOST_READS, Pool, PoolPlan
+from outrider.learning.traffic import MAX_CALLERS, MOST_READS, Pool, PoolPlan, is_usable
 from outrider.learning.versions import Shelf, Version
 from outrider.rpc.messages import LearningKey, Lesson
 
@@ -45,7 +45,7 @@ class LearnerPlan:
     """What is learned of whom, and how it is judged."""
 
     pool: PoolPlan = field(default_factory=PoolPlan)
-    most_keys: int = 8
+    most_keys: int = 8  # that have something in use, and as many that have nothing yet
     candidate_steps: int = 64  # between two candidates, at least
     candidate_share: float = 0.2  # of all steps as long as these are few: weights change less and less
     most_candidate_steps: int = 512  # then
@@ -169,16 +169,19 @@ class Learner:
         self._strangers: set[str] = set()  # targets of which something was left aside
         for key, version in list(shelf.live.items()):
             self._go_on(key, version)
+        self._make_room(in_use=True)
 
     def take(self, lessons: Sequence[Lesson], num_lost: int = 0) -> None:
         """Keeps what a draft handed out."""
         with self._lock:
             self.num_lost += num_lost
             for lesson in lessons:
-                if self.student.takes(lesson):
-                    self._pupil(lesson.key).pool.take(lesson)
-                else:
+                if not self.student.takes(lesson):
                     self._leave_aside(lesson)
+                elif (pupil := self._pupil(lesson)) is not None:
+                    pupil.pool.take(lesson)
+                else:
+                    self.num_left_aside += 1
 
     def _leave_aside(self, lesson: Lesson) -> None:
         self.num_left_aside += 1
@@ -223,7 +226,7 @@ class Learner:
             try:
                 pupil.loss = self.student.step(pupil.optimizer, pupil.pool.batch(size), pupil.num_steps)
             except FloatingPointError as error:
-                logger.warning("%s: %s; its weights begin anew", _of(pupil.key), error)
+                logger.warning("%s: %s; its weights begin anew", pupil.key.said, error)
                 self._begin_anew(pupil)
                 return
         pupil.state = self.student.state()
@@ -284,7 +287,7 @@ class Learner:
 
     def _watch_callers(self, pupil: Pupil, found: Sequence[Judged]) -> None:
         """Leaves out those for whose texts the model alone is better. One caller alone is judged with all."""
-        if pupil.live is None or pupil.pool.num_callers == 1:
+        if pupil.live is None or (pupil.pool.num_callers == 1 and not pupil.callers.left_out):
             return
         changes = [pupil.callers.add(one, self._new_trial) for one in found]
         version = self.shelf.live.get(pupil.key)
@@ -322,6 +325,8 @@ class Learner:
         pupil.callers.begin()
         self.num_promoted += 1
         self._change(pupil, version, version.said)
+        with self._lock:
+            self._make_room(in_use=True)
 
     def _take_back(self, pupil: Pupil) -> None:
         self._begin_anew(pupil)
@@ -329,6 +334,8 @@ class Learner:
         pupil.callers = Watches()
         self.num_taken_back += 1
         self._change(pupil, None, "the model alone drafts better: taken back")
+        with self._lock:
+            self._make_room(in_use=False)
 
     def _begin_anew(self, pupil: Pupil) -> None:
         """Its weights are those of the model alone again; what is in use stays, unless it was taken back."""
@@ -341,23 +348,32 @@ class Learner:
             if self._pupils.get(pupil.key) is not pupil:
                 return  # it had to make room meanwhile
             self.shelf.put(pupil.key, version)
-        logger.info("%s: %s", _of(pupil.key), said)
+        logger.info("%s: %s", pupil.key.said, said)
         self._on_change(pupil.key, version)
 
-    def _pupil(self, key: LearningKey) -> Pupil:
-        """Of a key, a new one if need be: from the weights of the same salt's latest other target, if there is one.
-        Then the one that was taught longest ago goes where there are too many."""
+    def _pupil(self, lesson: Lesson) -> Pupil | None:
+        """Of a lesson's key; a new one, if something can be learned from it, from the weights of the same salt's latest
+        other target, if there is one."""
+        key = lesson.key
         pupil = self._pupils.get(key)
-        if pupil is None:
+        if pupil is None and is_usable(lesson, self.student.vocab_size, self.plan.pool):
             akin = next((one for one in reversed(self._pupils.values()) if one.key.group == key.group), None)
             state = self.student.untrained() if akin is None else dict(akin.state)
             pupil = self._pupils[key] = self._new(key, state)
-            while len(self._pupils) > self.plan.most_keys:
-                gone, _ = self._pupils.popitem(last=False)
-                self.shelf.put(gone, None)
-                self._on_change(gone, None)
-        self._pupils.move_to_end(key)
+            self._make_room(in_use=False)
+        if pupil is not None:
+            self._pupils.move_to_end(key)
         return pupil
+
+    def _make_room(self, in_use: bool) -> None:
+        """There are so many that have something in use, and as many that have nothing yet, so that what is better gives
+        its place to what is, too, and to no new name. The one goes that was taught longest ago."""
+        those = [key for key, one in self._pupils.items() if (one.live is not None) is in_use]
+        for key in those[: max(0, len(those) - self.plan.most_keys)]:
+            del self._pupils[key]
+            if in_use:
+                self.shelf.put(key, None)
+                self._on_change(key, None)
 
     def _new(self, key: LearningKey, state: State) -> Pupil:
         pool, optimizer = Pool(self.plan.pool, self.student.vocab_size), self.student.new_optimizer()
@@ -367,7 +383,7 @@ class Learner:
         try:
             state = self.student.read(Path(version.path))
         except ValueError as error:
-            logger.warning("%s: version %d is left aside: %s", _of(key), version.number, error)
+            logger.warning("%s: version %d is left aside: %s", key.said, version.number, error)
             self.shelf.put(key, None)
             return
         pupil = self._pupils[key] = self._new(key, state)
@@ -383,10 +399,6 @@ def share_of(number: int) -> float:
 def mean_of(judged: Sequence[Judged], name: str) -> float:
     """Of one of WORTHS."""
     return float(sum(getattr(one, name) for one in judged)) / len(judged)
-
-
-def _of(key: LearningKey) -> str:
-    return f"target {key.target_digest[:12]}, {'group ' + key.group[:12] if key.group else 'no salt'}"
 
 
 def run(learner: Learner, is_over: Callable[[], bool], pause_s: float = 0.2) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -23,7 +23,7 @@ LOOKS_EVERY_S = 0.5
 SOUGHT_EVERY_S = 2.0
 InUse = tuple[str, tuple[str, ...]]  # a digest, and the callers who are left out
 NOTHING: InUse = ("", ())
-FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER")  # reasons for which nothing more can be learned from it
+FINAL = ("OTHER_MODEL", "ANOTHER_LEARNER", "NO_ROOM")  # reasons for which nothing more can be learned from it
 
 
 @dataclass(slots=True, eq=False)
@@ -59,26 +59,27 @@ class LearningLink:
         if (first := await anext(stream, None)) is None:
             return  # it drains
         self._check(first)
-        keeping = asyncio.create_task(self._keep_up(channel))
+        tasks = [asyncio.create_task(self._listen(stream)), asyncio.create_task(self._keep_up(channel))]
         self.is_there = True
         try:
-            async for news in stream:
-                await asyncio.to_thread(self.learner.take, news.lessons, news.num_lost)
-                if keeping.done():
-                    break
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            keeping.cancel()
-            try:
-                await keeping
-            except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def _listen(self, stream: AsyncIterator[LearningNews]) -> None:
+        async for news in stream:
+            await asyncio.to_thread(self.learner.take, news.lessons, news.num_lost)
 
     async def _keep_up(self, channel: grpc.aio.Channel) -> None:
-        """Lets the draft use what is to be used, whenever that changes."""
+        """Lets the draft use what is to be used, whenever that changes; first it gives up what is not, whose room is
+        wanted."""
         while True:
             wanted = self.in_use()
-            for key in {*wanted, *self.used}:
+            for key in sorted({*wanted, *self.used}, key=wanted.__contains__):
                 version = wanted.get(key)
                 path, wants = ("", NOTHING) if version is None else (version.path, (version.digest, version.left_out))
                 if wants == self.used.get(key, NOTHING) or wants[0] in self.refused:
@@ -100,4 +101,12 @@ class LearningLink:
             flag = "--head" if self.role == "target" else "--model"
             told = f"drafts with another model, {its[:12] or 'none'}, than {flag}, {own[:12]}"
             raise FailedPrecondition(told, reason="OTHER_MODEL")
+        keys, rank = self.learner.plan.most_keys, self.learner.student.plan.rank
+        for flag, wants, its_flag, has in (
+            ("--keys", keys, "--learned-drafts", first.max_learned), ("--rank", rank, "--learned-rank", first.max_rank)
+        ):  # fmt: skip
+            if 0 < has < wants:
+                raise FailedPrecondition(
+                    f"{its_flag} is {has}, and {flag} {wants}; allowed: at most {has}", reason="NO_ROOM"
+                )
         self.used = {row.key: (row.digest, row.left_out) for row in first.learned}

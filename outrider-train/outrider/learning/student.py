@@ -27,6 +27,7 @@ from outrider.engine.adapters.loader import PREFIX, WEIGHTS_NAME, read_adapter
 from outrider.rpc.messages import Lesson
 
 LOWEST = -1e4  # of a logit: what a mask hides has no likelihood, and no gradient
+MOST_ASKED = math.sqrt(2)  # of a text's logits, by its loss: a softmax less a token, in every row, at temperature 1
 State = dict[str, Tensor]
 
 
@@ -151,3 +152,11 @@ class Student(ABC):
         places = (torch.arange(size) + number * size) % self.plan.replay_windows
         before, now = (F.log_softmax(said.float(), dim=-1).flatten(0, -2) for said in self._replayed(places))
         return F.kl_div(now, before, reduction="batchmean", log_target=True)
+
+
+def bounded(loss: Tensor, logits: Tensor) -> Tensor:  # [], [rows, vocab] -> []
+    """The loss of a text, whose gradient asks no more of the logits that it was made of than it can at temperature 1
+    without penalties: a law that is cold, or by which logits are multiplied, would outweigh all other texts."""
+    (asked,) = torch.autograd.grad(loss, logits, retain_graph=True)  # [rows, vocab]
+    part: Tensor = loss * (MOST_ASKED / asked.norm(dim=-1).sum()).clamp(max=1.0)
+    return part + (loss - part).detach()

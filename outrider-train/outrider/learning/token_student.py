@@ -15,7 +15,7 @@ from outrider.engine.models.base import TakesAdapters
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.learning.judgement import worth
-from outrider.learning.student import LOWEST, Base, Student, StudentPlan
+from outrider.learning.student import LOWEST, Base, Student, StudentPlan, bounded
 from outrider.rpc.messages import Lesson
 from outrider.training.model import continue_windows
 
@@ -59,23 +59,28 @@ class TokenStudent(Student):
         """Behind every token before one that was drawn, through the lesson's processors but for its temperature."""
         self._model.eval()
         if with_learned:
-            return self._adjusted(lesson)
+            return self._processed(lesson, self._says(lesson))
         with self._model.disable_adapter():
-            return self._adjusted(lesson)
+            return self._processed(lesson, self._says(lesson))
 
     def _loss(self, lesson: Lesson) -> Tensor:
-        logits, sampling = self._adjusted(lesson), lesson.sampling
-        ids = torch.tensor(lesson.output_ids[lesson.num_given :])  # [drawn]
+        said, sampling = self._says(lesson), lesson.sampling
+        logits = self._processed(lesson, said)
+        ids = torch.tensor(lesson.drawn_ids)  # [drawn]
         logits = logits if sampling.greedy else logits / sampling.temperature
-        loss = F.nll_loss(F.log_softmax(logits, dim=-1), ids)
+        loss = bounded(F.nll_loss(F.log_softmax(logits, dim=-1), ids), said)
         return loss * self.plan.greedy_weight if sampling.greedy else loss
 
-    def _adjusted(self, lesson: Lesson) -> Tensor:  # [drawn, vocab]
+    def _says(self, lesson: Lesson) -> Tensor:  # [drawn, vocab] float32
+        """The model, behind every token before one that was drawn."""
         ids = torch.tensor([[*lesson.prompt_ids, *lesson.output_ids[:-1]]])  # [1, tokens]
-        count = len(lesson.output_ids) - lesson.num_given
-        logits = self._model(ids, use_cache=False, logits_to_keep=count).logits[0].float()  # [drawn, vocab]
+        said: Tensor = self._model(ids, use_cache=False, logits_to_keep=lesson.num_drawn).logits[0].float()
+        return said
+
+    def _processed(self, lesson: Lesson, logits: Tensor) -> Tensor:  # [drawn, vocab], twice
+        """By the request's processors but for its temperature."""
         given = tuple(lesson.output_ids[: lesson.num_given])
-        drawn = lesson.output_ids[lesson.num_given : -1]
+        drawn = lesson.drawn_ids[:-1]
         sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, given, self._base.eos_ids, self.vocab_size)
         return adjust_logits(logits, assemble([SamplingRows(sampler, drawn)], for_argmax=True)).clamp_min(LOWEST)
 

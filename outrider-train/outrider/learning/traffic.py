@@ -33,6 +33,11 @@ class PoolPlan:
     max_tokens: int = 2048  # of a lesson
     seed: int = 3
 
+    @property
+    def max_lesson_bytes(self) -> int:
+        """Of the longest, with its parameters' maps and lists: one that has many of these has fewer tokens."""
+        return LESSON_BYTES + TOKEN_BYTES * self.max_tokens
+
 
 @dataclass(slots=True, eq=False)
 class CallersPart:
@@ -109,14 +114,14 @@ class Pool:
     def take(self, lesson: Lesson) -> None:
         """Keeps a lesson, unless it cannot be learned from or has come before."""
         with self._lock:
-            if not is_usable(lesson, self.vocab_size, self.plan.max_tokens):
+            if not is_usable(lesson, self.vocab_size, self.plan):
                 self.num_refused += 1
                 return
             if self._has_come(digest_of(lesson.prompt_ids, lesson.output_ids)):
                 self.num_again += 1
                 return
             self.num_taken += 1
-            self.num_tokens += len(lesson.output_ids) - lesson.num_given
+            self.num_tokens += lesson.num_drawn
             part = self._part(lesson.caller)
             if int.from_bytes(digest_of(lesson.prompt_ids)) % self.plan.hold_out == 0:
                 part.judges.append(lesson)
@@ -145,7 +150,8 @@ class Pool:
             while self._has_round():
                 found.append([part.judges.popleft() for part in self._parts.values() if part.judges])
             self._judged.extend(found)
-            while sum(map(_bytes_of, self._judged)) > self.plan.max_bytes // 4:
+            waiting = sum(_bytes_of(part.judges) for part in self._parts.values())
+            while self._judged and waiting + sum(map(_bytes_of, self._judged)) > self.plan.max_bytes // 4:
                 self._judged.popleft()
         return found
 
@@ -210,8 +216,7 @@ class Pool:
     @property
     def _most_kept(self) -> int:
         """Lessons of a caller."""
-        longest = LESSON_BYTES + TOKEN_BYTES * self.plan.max_tokens
-        return max(1, self.plan.max_bytes // 4 // longest // len(self._parts))
+        return max(1, self.plan.max_bytes // 4 // self.plan.max_lesson_bytes // len(self._parts))
 
     def _has_come(self, digest: bytes) -> bool:
         known = digest in self._seen
@@ -226,10 +231,9 @@ def _bytes_of(lessons: Iterable[Lesson]) -> int:
     return sum(lesson.num_bytes for lesson in lessons)
 
 
-def is_usable(lesson: Lesson, vocab_size: int, max_tokens: int) -> bool:
+def is_usable(lesson: Lesson, vocab_size: int, plan: PoolPlan) -> bool:
     """Whether something can be learned from it: a few tokens were drawn, of the draft's own ids."""
-    length = len(lesson.prompt_ids) + len(lesson.output_ids)
-    if not (lesson.prompt_ids and len(lesson.output_ids) - lesson.num_given >= LEAST_TOKENS and length <= max_tokens):
+    if not (lesson.prompt_ids and lesson.num_drawn >= LEAST_TOKENS and lesson.num_bytes <= plan.max_lesson_bytes):
         return False
     return max(max(lesson.prompt_ids), max(lesson.output_ids)) < vocab_size
 

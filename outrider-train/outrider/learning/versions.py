@@ -4,9 +4,13 @@ again."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +43,27 @@ class Version:
         return f"version {self.number} ({self.digest[:12]}): {100 * self.gain:+.1f} points of acceptance on {judged}"
 
 
+def _name_of(digest: str) -> str:
+    """In a folder's name. A caller says which target it means, so that what is no digest is none of a path, either."""
+    if not digest or (digest.isascii() and digest.isalnum()):
+        return digest[:16]
+    return hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """While in it, no other learner has the folder, which is made. Raises ValueError where one has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"folder: {folder} is a learner's that runs; allowed: one of its own") from error
+    finally:
+        os.close(descriptor)
+
+
 class Shelf:
     """The versions of one draft's model in a folder."""
 
@@ -50,7 +75,7 @@ class Shelf:
 
     def place(self, key: LearningKey) -> tuple[int, Path]:
         """The number and the folder of a key's next version."""
-        of_key = self.folder / f"{key.target_digest[:16]}-{key.group[:16] or 'unsalted'}"
+        of_key = self.folder / f"{_name_of(key.target_digest)}-{_name_of(key.group) or 'unsalted'}"
         numbers = [int(path.name) for path in of_key.glob("[0-9]*") if path.name.isdecimal()]
         number = max(numbers, default=0) + 1
         return number, of_key / f"{number:05}"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import adjust_logits
 from outrider.learning.judgement import drafted, is_weighed, share_accepted
-from outrider.learning.student import LOWEST, Base, Student, StudentPlan
+from outrider.learning.student import LOWEST, Base, Student, StudentPlan, bounded
 from outrider.rpc.messages import Lesson
 from outrider.training.parallel import LEAST_REACHED
 
@@ -33,12 +33,13 @@ class WindowStudent(Student):
     def worth(self, lesson: Lesson, window: int, with_learned: bool = True) -> float:
         """Each round's drafts are those behind the last token that is known."""
         self._model.eval()
-        count = num_drawn(lesson)
+        count = lesson.num_drawn
         windows: list[list[bool]] = []
         probs: list[Tensor] = []
         for ends in torch.arange(self.first_end, count).split(ENDS_AT_ONCE):
-            logits, places = self._at(lesson, ends, window, with_learned)
-            ids = drawn_of(lesson)[places]
+            said, places = self._at(lesson, ends, window, with_learned)
+            logits = self._processed(lesson, ends, said, window)
+            ids = torch.tensor(lesson.drawn_ids)[places]
             if is_weighed(lesson):
                 law = (logits / lesson.sampling.temperature).softmax(-1)
                 probs.append(law.gather(1, ids[:, None])[:, 0])
@@ -55,27 +56,27 @@ class WindowStudent(Student):
     def _at(
         self, lesson: Lesson, ends: Tensor, num_tokens: int, with_learned: bool = True
     ) -> tuple[Tensor, Tensor]:  # [rows, vocab] float32, [rows]
-        """What is said of the next tokens, as far as the text goes, through the request's processors; and the places of
-        these tokens among those drawn."""
+        """What is said of the next tokens, as far as the text goes; and the places of these among those drawn."""
         if with_learned:
             said = self._says(lesson, ends, num_tokens)
         else:
             with self._model.disable_adapter():
                 said = self._says(lesson, ends, num_tokens)
         places = ends[:, None] + torch.arange(num_tokens)  # [ends, tokens]
-        there = places < num_drawn(lesson)
-        return self._processed(lesson, ends, said[there].float(), num_tokens), places[there]
+        there = places < lesson.num_drawn
+        return said[there].float(), places[there]
 
     def _loss(self, lesson: Lesson) -> Tensor:
         """A token far behind the end counts as much as it would be reached."""
-        count, sampling = num_drawn(lesson), lesson.sampling
+        count, sampling = lesson.num_drawn, lesson.sampling
         ends = self._some_ends(count - self.first_end) + self.first_end
-        logits, places = self._at(lesson, ends, self.plan.num_tokens)
+        said, places = self._at(lesson, ends, self.plan.num_tokens)
+        logits = self._processed(lesson, ends, said, self.plan.num_tokens)
         logits = logits if sampling.greedy else logits / sampling.temperature
-        losses = F.nll_loss(F.log_softmax(logits, dim=-1), drawn_of(lesson)[places], reduction="none")
+        losses = F.nll_loss(F.log_softmax(logits, dim=-1), torch.tensor(lesson.drawn_ids)[places], reduction="none")
         parts = losses.detach().split(sizes(count, ends, self.plan.num_tokens))
         reached = torch.cat([reached_by(part) for part in parts])
-        loss = (reached * losses).sum() / reached.sum()
+        loss = bounded((reached * losses).sum() / reached.sum(), said)
         return loss * self.plan.greedy_weight if sampling.greedy else loss
 
     def _some_ends(self, count: int) -> Tensor:  # [ends]
@@ -84,23 +85,13 @@ class WindowStudent(Student):
 
     def _processed(self, lesson: Lesson, ends: Tensor, logits: Tensor, num_tokens: int) -> Tensor:
         """By the request's processors but for its temperature; what was drafted before counts, as it was drawn."""
-        given, drawn = lesson.output_ids[: lesson.num_given], lesson.output_ids[lesson.num_given :]
+        given, drawn = lesson.output_ids[: lesson.num_given], lesson.drawn_ids
         plans = []
         for end in ends.tolist():
             before = (*given, *drawn[:end])
             sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, before, self._base.eos_ids, self.vocab_size)
             plans.append(SamplingRows(sampler, drawn[end : min(end + num_tokens, len(drawn)) - 1]))
         return adjust_logits(logits, assemble(plans, for_argmax=True)).clamp_min(LOWEST)
-
-
-def num_drawn(lesson: Lesson) -> int:
-    """Tokens."""
-    return len(lesson.output_ids) - lesson.num_given
-
-
-def drawn_of(lesson: Lesson) -> Tensor:  # [drawn]
-    """These tokens."""
-    return torch.tensor(lesson.output_ids[lesson.num_given :])
 
 
 def sizes(count: int, ends: Tensor, num_tokens: int) -> list[int]:

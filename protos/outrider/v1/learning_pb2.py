@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/learning.proto\x12\x0boutrider.v1\x1a\x1coutrider/v1/generation.proto\"\x0e\n\x0cLearnRequest\"\x89\x01\n\rLearnResponse\x12$\n\x07lessons\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Lesson\x12\x10\n\x08num_lost\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12*\n\x07learned\x18\x04 \x03(\x0b\x32\x19.outrider.v1.LearnedDraft\"\xfb\x01\n\x06Lesson\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x11\n\tnum_given\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\ncompletion\x18\t \x01(\r\x12\x0e\n\x06\x63\x61ller\x18\n \x01(\t\"Y\n\x11PutLearnedRequest\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t\"m\n\x12PutLearnedResponse\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"V\n\x0cLearnedDraft\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t2\xa2\x01\n\x0fLearningService\x12@\n\x05Learn\x12\x19.outrider.v1.LearnRequest\x1a\x1a.outrider.v1.LearnResponse0\x01\x12M\n\nPutLearned\x12\x1e.outrider.v1.PutLearnedRequest\x1a\x1f.outrider.v1.PutLearnedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/learning.proto\x12\x0boutrider.v1\x1a\x1coutrider/v1/generation.proto\"\x0e\n\x0cLearnRequest\"\xb0\x01\n\rLearnResponse\x12$\n\x07lessons\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Lesson\x12\x10\n\x08num_lost\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12*\n\x07learned\x18\x04 \x03(\x0b\x32\x19.outrider.v1.LearnedDraft\x12\x13\n\x0bmax_learned\x18\x05 \x01(\r\x12\x10\n\x08max_rank\x18\x06 \x01(\r\"\xfb\x01\n\x06Lesson\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\noutput_ids\x18\x04 \x03(\r\x12\x11\n\tnum_given\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\ncompletion\x18\t \x01(\r\x12\x0e\n\x06\x63\x61ller\x18\n \x01(\t\"Y\n\x11PutLearnedRequest\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t\"m\n\x12PutLearnedResponse\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"V\n\x0cLearnedDraft\x12\x15\n\rtarget_digest\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x10\n\x08left_out\x18\x04 \x03(\t2\xa2\x01\n\x0fLearningService\x12@\n\x05Learn\x12\x19.outrider.v1.LearnRequest\x1a\x1a.outrider.v1.LearnResponse0\x01\x12M\n\nPutLearned\x12\x1e.outrider.v1.PutLearnedRequest\x1a\x1f.outrider.v1.PutLearnedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEARNREQUEST']._serialized_start=73
   _globals['_LEARNREQUEST']._serialized_end=87
   _globals['_LEARNRESPONSE']._serialized_start=90
-  _globals['_LEARNRESPONSE']._serialized_end=227
-  _globals['_LESSON']._serialized_start=230
-  _globals['_LESSON']._serialized_end=481
-  _globals['_PUTLEARNEDREQUEST']._serialized_start=483
-  _globals['_PUTLEARNEDREQUEST']._serialized_end=572
-  _globals['_PUTLEARNEDRESPONSE']._serialized_start=574
-  _globals['_PUTLEARNEDRESPONSE']._serialized_end=683
-  _globals['_LEARNEDDRAFT']._serialized_start=685
-  _globals['_LEARNEDDRAFT']._serialized_end=771
-  _globals['_LEARNINGSERVICE']._serialized_start=774
-  _globals['_LEARNINGSERVICE']._serialized_end=936
+  _globals['_LEARNRESPONSE']._serialized_end=266
+  _globals['_LESSON']._serialized_start=269
+  _globals['_LESSON']._serialized_end=520
+  _globals['_PUTLEARNEDREQUEST']._serialized_start=522
+  _globals['_PUTLEARNEDREQUEST']._serialized_end=611
+  _globals['_PUTLEARNEDRESPONSE']._serialized_start=613
+  _globals['_PUTLEARNEDRESPONSE']._serialized_end=722
+  _globals['_LEARNEDDRAFT']._serialized_start=724
+  _globals['_LEARNEDDRAFT']._serialized_end=810
+  _globals['_LEARNINGSERVICE']._serialized_start=813
+  _globals['_LEARNINGSERVICE']._serialized_end=975
 # @@protoc_insertion_point(module_scope)

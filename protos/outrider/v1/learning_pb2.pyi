@@ -12,16 +12,20 @@ class LearnRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LearnResponse(_message.Message):
-    __slots__ = ("lessons", "num_lost", "model_digest", "learned")
+    __slots__ = ("lessons", "num_lost", "model_digest", "learned", "max_learned", "max_rank")
     LESSONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEARNED_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
     lessons: _containers.RepeatedCompositeFieldContainer[Lesson]
     num_lost: int
     model_digest: str
     learned: _containers.RepeatedCompositeFieldContainer[LearnedDraft]
-    def __init__(self, lessons: _Optional[_Iterable[_Union[Lesson, _Mapping]]] = ..., num_lost: _Optional[int] = ..., model_digest: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[LearnedDraft, _Mapping]]] = ...) -> None: ...
+    max_learned: int
+    max_rank: int
+    def __init__(self, lessons: _Optional[_Iterable[_Union[Lesson, _Mapping]]] = ..., num_lost: _Optional[int] = ..., model_digest: _Optional[str] = ..., learned: _Optional[_Iterable[_Union[LearnedDraft, _Mapping]]] = ..., max_learned: _Optional[int] = ..., max_rank: _Optional[int] = ...) -> None: ...
 
 class Lesson(_message.Message):
     __slots__ = ("target_digest", "group", "prompt_ids", "output_ids", "num_given", "sampling", "acceptance", "seed", "completion", "caller")

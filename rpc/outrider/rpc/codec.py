@@ -5,6 +5,7 @@ above them (`frames`) is written once for all four directions."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -222,9 +223,12 @@ DRAFT_INFO = by_fields(
     capabilities=_CAPABILITIES,
     learned=each(LEARNED),
 )
+_IDS: Codec[Sequence[int], Iterable[int]] = Codec(lambda ids: ids, lambda ids: array("I", ids))  # 4 bytes each
 LESSON = by_fields(
     Lesson,
     learning_pb2.Lesson,
+    prompt_ids=_IDS,
+    output_ids=_IDS,
     sampling=Codec(encode_sampling, partial(decode_sampling, prefix="lesson.sampling.")),
     acceptance=Codec(int, lambda number: decode_acceptance(number, "lesson.acceptance")),
 )

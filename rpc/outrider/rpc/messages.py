@@ -363,7 +363,8 @@ class DraftVocabulary:
     sampled: str
 
 
-LESSON_BYTES, TOKEN_BYTES = 512, 4  # of a lesson in memory, about: what stands beside its tokens, and one of these
+# Of a lesson in memory, about: what stands beside its tokens, one of these, and one of its parameters' entries.
+LESSON_BYTES, TOKEN_BYTES, ENTRY_BYTES = 512, 4, 96
 
 
 class LearningKey(NamedTuple):
@@ -371,6 +372,11 @@ class LearningKey(NamedTuple):
 
     target_digest: str  # of the model that draws them, and its adapter
     group: str  # the digest of their salt; empty: none
+
+    @property
+    def said(self) -> str:
+        """In a few words."""
+        return f"target {self.target_digest[:12]}, {'group ' + self.group[:12] if self.group else 'no salt'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,9 +400,20 @@ class Lesson:
         return LearningKey(self.target_digest, self.group)
 
     @property
+    def drawn_ids(self) -> Sequence[int]:
+        """Those of output_ids that the target drew."""
+        return self.output_ids[self.num_given :]
+
+    @property
+    def num_drawn(self) -> int:
+        """How many these are."""
+        return len(self.output_ids) - self.num_given
+
+    @property
     def num_bytes(self) -> int:
         """Memory that it takes, about."""
-        return LESSON_BYTES + TOKEN_BYTES * (len(self.prompt_ids) + len(self.output_ids))
+        tokens = TOKEN_BYTES * (len(self.prompt_ids) + len(self.output_ids))
+        return LESSON_BYTES + tokens + ENTRY_BYTES * self.sampling.num_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,12 +438,14 @@ class LearnedDraft:
 
 @dataclass(frozen=True, slots=True)
 class LearningNews:
-    """What has ended since the one before; the first one says what learns, and what is in use."""
+    """What has ended since the one before; the first one says what learns, what is in use, and what may be."""
 
     lessons: tuple[Lesson, ...] = ()
     num_lost: int = 0  # lessons that were given up
     model_digest: str = ""  # of the weights that learn
     learned: tuple[LearnedDraft, ...] = ()
+    max_learned: int = 0  # of these at once; 0: it is older than the field
+    max_rank: int = 0  # of one
 
 
 @dataclass(frozen=True, slots=True)

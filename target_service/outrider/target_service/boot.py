@@ -116,7 +116,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     if teaching is not None:
         one = OneReload() if reloads is None else reloads.one
         learned = LearnedDrafts(lambda: _learning_of(service.engine), thread, one, servicer.tell_learned)
-        servicer.learning.taught = Taught(teaching.lessons, learned, lambda: teaching.digest)
+        servicer.learning.taught = Taught(teaching.lessons, learned, lambda: teaching.digest, settings.learned_rank)
     if metrics is not None:
         metrics.attach(lambda: stats_of(service.engine), thread, info.model, settings.vllm_metrics)
     log.info(

@@ -70,10 +70,11 @@ class Goodput:
         self.time.add(num_rows, step_us, context=context, sequences=sequences, num_woken=num_woken)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
 
-    def rows_beside(self, num_rows: int, share: float, context: int = 0) -> int:
-        """How many rows of prompts a step of `num_rows` that look back on `context` tokens can take if they add at most
-        `share` of what is between its start and the next one's."""
-        return self.time.rows_beside(num_rows, share * (self._pause_us + self.time.at(num_rows, context)))
+    def rows_beside(self, num_rows: int, share: float, context: int = 0, sequences: int = 1) -> int:
+        """How many rows of prompts a step of `num_rows` of so many sequences, which look back on `context` tokens, can
+        take if they add at most `share` of what is between its start and the next one's."""
+        without_us = self.time.at(num_rows, context, sequences)
+        return self.time.rows_beside(num_rows, share * (self._pause_us + without_us))
 
     def choose(self, requests: Sequence[GoodputRequest], max_rows: int) -> list[int]:
         """How many further rows each gets, of at most `max_rows` for all. Chunks of prompts in the same step do not

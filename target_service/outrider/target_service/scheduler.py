@@ -341,7 +341,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
         for_prompts = self.max_rows - wanted
         if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
             context = sum(target.committed for target in windows)
-            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE, context)
+            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE, context, num_decoding)
             for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
         return RowShares(for_windows, for_prompts, cuts)
 

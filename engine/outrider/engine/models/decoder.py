@@ -14,11 +14,11 @@ from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.census import ExpertCensus
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
-from outrider.engine.models.feed import Feed, feed_of
+from outrider.engine.models.feed import Feed, GatedFeed, feed_of
 from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
 from outrider.engine.models.products import Product, Products, runs_packed
 from outrider.engine.models.weights import WeightReader, num_parameters
-from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
+from outrider.kernels.attention.plan import AttentionPlan, DevicePlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
 from outrider.kernels.kv_store.reference import store_kv_rotary
 from outrider.kernels.layers.reference import add_rms_norm, rms_norm
@@ -46,6 +46,8 @@ class DecoderLayer:
         self._config = config
         self._batch_invariant = batch_invariant
         self._qkv, self._output, self.feed = qkv, output, feed
+        # The spare rows of captured steps go to the experts of the first row: they wake no others.
+        self._may_spare = not isinstance(feed, GatedFeed)
         self._post_norm, self._output_norm, self._down_norm, self._qk_norm = post_norm, output_norm, down_norm, qk_norm
         self._sinks = sinks
 
@@ -67,6 +69,8 @@ class DecoderLayer:
         if self._output_norm is not None:
             output = rms_norm(output, self._output_norm, eps, batch_invariant=invariant)
         normed, residual = add_rms_norm(output, residual, self._post_norm, eps, batch_invariant=invariant)
+        if self._may_spare and isinstance(plan, DevicePlan):
+            normed = torch.where((slot_mapping < 0)[:, None], normed[:1], normed)  # [rows, hidden]
         down = self.feed(normed, adapters)
         if self._down_norm is not None:
             down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)

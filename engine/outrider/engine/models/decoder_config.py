@@ -32,6 +32,8 @@ MOST_SIZES = {
     "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
     "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
 }  # fmt: skip
+# What the code of some families looks at, and that of others does not, though transformers' objects keep what is given.
+OF_SOME = ("layer_types", "use_sliding_window", "mlp_only_layers", "decoder_sparse_step")
 # Dynamic NTK's frequencies change with the length beyond max_position_embeddings, which no text has here.
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
@@ -212,6 +214,8 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(f"model type {model_type!r} is not one of our decoder's: {', '.join(MODEL_TYPES)}")
     _load_validators()
+    plain = AutoConfig.for_model(READ_AS.get(model_type, model_type))
+    values = {name: value for name, value in values.items() if name not in OF_SOME or hasattr(plain, name)}
     try:
         whole = AutoConfig.for_model(READ_AS.get(model_type, model_type), **values)
     except Exception as error:  # transformers takes values as they are, and fails where it computes with them

@@ -49,10 +49,12 @@ class FusedExperts(Mapping[str, Tensor]):
         self._state = state
         self._others = [name for name in state if FUSED.fullmatch(name) is None]
         self._places: dict[str, ExpertPlace] = {}
+        shapes = meta_of(state)
         for match in filter(None, map(FUSED.fullmatch, state)):
             prefix, whole, kind = match[1], match[2], match[3] or ""
             if kind == "_scales":
                 continue
+            _check_count(match[0], tuple(shapes[match[0]].shape), mixture.num_experts)
             for part, turn in (TURNS | WHOLE)[whole].items():
                 for expert in range(mixture.num_experts):
                     name = f"{prefix}{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
@@ -119,6 +121,12 @@ class PackedExperts(FusedExperts):
         return torch.empty(blocks.shape[0], blocks[0].numel() * 2, device="meta")
 
 
+def _check_count(name: str, shape: tuple[int, ...], num_experts: int) -> None:
+    """Raises WrongCheckpoint."""
+    if not 2 <= len(shape) <= 4 or shape[0] != num_experts:
+        raise WrongCheckpoint(f"{name} has shape {shape}, not of {num_experts} experts")
+
+
 def _bias(state: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:  # [outputs]
     return _one(state, f"{place.stored}_bias", place)[place.turn]
 
@@ -128,6 +136,6 @@ def _one(state: Mapping[str, Tensor], name: str, place: ExpertPlace) -> Tensor:
     if name not in state:
         raise WrongCheckpoint(f"missing {name}")
     tensor = state[name]
-    if not 2 <= tensor.dim() <= 4 or place.expert >= len(tensor):
+    if place.expert >= len(tensor):  # of its scales
         raise WrongCheckpoint(f"{name} has shape {tuple(tensor.shape)}, with no expert {place.expert}")
     return tensor[place.expert]

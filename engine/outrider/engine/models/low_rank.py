@@ -25,6 +25,7 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+OF_ATTENTION = ("qkv", "output")
 
 
 def slot_rank(max_rank: int) -> int:
@@ -130,8 +131,16 @@ class StackedAdapters:
             scaling = torch.zeros(num_slots, len(parts), device=self._device)
             return LowRankWeights(zeros(down), zeros((num_slots, bounds[-1], rank)), scaling, bounds)
 
-        layers = range(self._config.num_layers)
-        self._layers = [{name: weights(*parts) for name, parts in PRODUCTS.items()} for _ in layers]
+        mixture = self._config.mixture
+        of_experts = frozenset[int]() if mixture is None else mixture.layers  # which no adapter changes
+        self._layers = [
+            {
+                name: weights(*parts)
+                for name, parts in PRODUCTS.items()
+                if name in OF_ATTENTION or index not in of_experts
+            }
+            for index in range(self._config.num_layers)
+        ]
         self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[tuple[int, str], _Part]:

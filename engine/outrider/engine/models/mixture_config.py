@@ -8,7 +8,7 @@ from typing import Any
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 
 # Above every model's: what is larger is a damaged file, or one that is to fill the memory.
-MOST_EXPERTS, MOST_WIDTH, MOST_IN_ALL = 1 << 12, 1 << 22, 1 << 16
+MOST_EXPERTS, MOST_WIDTH, MOST_IN_ALL, MOST_STEP = 1 << 12, 1 << 22, 1 << 16, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def mixture_of(hf: Any, names: ExpertNames) -> Mixture:
         raise UnsupportedModel(f"{hf.model_type} with {given}; allowed: {MOST_IN_ALL} in all")
     if getattr(hf, "clip_qkv", None) is not None:
         raise NotForDecoder(f"{hf.model_type} with clip_qkv: is {hf.clip_qkv}; allowed: null")
-    step, dense = getattr(hf, "decoder_sparse_step", 1), set(getattr(hf, "mlp_only_layers", None) or ())
+    dense = set(getattr(hf, "mlp_only_layers", None) or ())
+    step = _size(hf, "decoder_sparse_step", MOST_STEP) if hasattr(hf, "decoder_sparse_step") else 1
     layers = (index for index in range(hf.num_hidden_layers) if index not in dense and (index + 1) % step == 0)
     return Mixture(
         names,

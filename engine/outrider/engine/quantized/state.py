@@ -41,6 +41,7 @@ LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], StoredAs]] = {
     "gptq": Gptq,
     "awq": Awq,
 }
+TOGETHER = "mxfp4"
 
 
 def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -50,11 +51,6 @@ def said_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((said for said in found if said is not None), None)
 
 
-def keeps_experts_together(said: Mapping[str, Any]) -> bool:
-    """Whether the quantised weights are those of experts alone, a layer's in one tensor (models/fused_experts.py)."""
-    return isinstance(said, Mapping) and said.get("quant_method") == "mxfp4"
-
-
 def rounds_activations(said: Mapping[str, Any]) -> bool:
     """Whether what products read is to be rounded, too, which our engine does not."""
     groups = said.get("config_groups")
@@ -62,11 +58,14 @@ def rounds_activations(said: Mapping[str, Any]) -> bool:
     return any(isinstance(scheme, Mapping) and bool(scheme.get("input_activations")) for scheme in schemes)
 
 
-def layout_of(said: Mapping[str, Any]) -> StoredAs:
-    """Raises UnsupportedModel for what is not served, by name."""
+def layout_of(said: Mapping[str, Any]) -> StoredAs | None:
+    """None where the quantised weights are those of experts alone, a layer's in one tensor (models/fused_experts.py).
+    Raises UnsupportedModel for what is not served, by name."""
     method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method == TOGETHER:
+        return None
     if not isinstance(method, str) or method not in LAYOUTS:
-        allowed = ", ".join(LAYOUTS)
+        allowed = ", ".join([*LAYOUTS, TOGETHER])
         raise UnsupportedModel(f"quantization_config: quant_method: is {method!r:.60}; allowed: {allowed}")
     return LAYOUTS[method](said)
 

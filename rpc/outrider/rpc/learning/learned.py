@@ -40,6 +40,7 @@ class LearnedAdapters(Generic[Weights]):
     def __init__(self, most: int = 0) -> None:
         self.most = most
         self._adapters: OrderedDict[LearningKey, LearnedAdapter[Weights]] = OrderedDict()
+        self.rows: tuple[LearnedDraft, ...] = ()  # what is told of them, to any thread
 
     def get(self, teaching: Teaching | None) -> Weights | None:
         """What drafts for a sequence; None: the model alone."""
@@ -63,13 +64,10 @@ class LearnedAdapters(Generic[Weights]):
             self._adapters[key] = LearnedAdapter(adapter, frozenset(left_out))
         while len(self._adapters) > self.most:
             changed.add(self._adapters.popitem(last=False)[0])
-        return changed
-
-    def rows(self) -> tuple[LearnedDraft, ...]:
-        """What is told of them."""
-        return tuple(
+        self.rows = tuple(
             LearnedDraft(*key, one.adapter.digest, tuple(sorted(one.left_out))) for key, one in self._adapters.items()
         )
+        return changed
 
     def __len__(self) -> int:
         return len(self._adapters)

@@ -16,11 +16,12 @@ from threading import Lock
 from typing import Self
 
 from outrider.rpc.messages import LESSON_BYTES, TOKEN_BYTES, LearningKey, Lesson, Open
-from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.words.sampling_params import AcceptanceRule, SamplingParams, without_prompt_logprobs
 
 UNSALTED, SALTED = "unsalted", "salted"  # in place of a salt: sequences without one; those with one, each for itself
 MAX_BYTES = 8 << 20  # of lessons that wait
 MAX_TOKENS = 8192  # of a lesson; what is longer teaches nothing
+MAX_LESSON_BYTES = LESSON_BYTES + TOKEN_BYTES * MAX_TOKENS  # with its biases and lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,22 @@ class Teaching:
     completion: int
     num_given: int  # tokens of its output when it was opened
     caller: str = ""  # a digest of whose it is
+    is_whole: bool = True  # a token's likelihood follows from the draft's logits
 
     @classmethod
     def of(cls, request: Open, salts: Collection[str]) -> Self | None:
         """Of a request, where `salts` may learn; None where nothing learned may draft for it."""
-        allowed = request.salt in salts or (SALTED if request.salt else UNSALTED) in salts
+        named = request.salt in salts and request.salt not in (UNSALTED, SALTED)
+        allowed = named or (SALTED if request.salt else UNSALTED) in salts
         if not (allowed and request.may_recall and request.model_digest):
             return None
         key, num_given = LearningKey(request.model_digest, group_of(request.salt)), len(request.output_ids)
-        law = request.sampling, request.acceptance, request.seed, request.completion
-        return cls(key, *law, num_given, request.caller)
+        law = without_prompt_logprobs(request.sampling), request.acceptance, request.seed, request.completion
+        return cls(key, *law, num_given, request.caller, is_whole_law(request))
 
     def lesson(self, tokens: Sequence[int], prompt_len: int) -> Lesson | None:
         """What a sequence teaches that has ended, all of whose tokens were committed; None: nothing."""
-        if len(tokens) <= prompt_len + self.num_given or not is_whole_law(self.sampling):
+        if len(tokens) <= prompt_len + self.num_given or not self.is_whole:
             return None
         return Lesson(
             *self.key,
@@ -62,10 +65,11 @@ class Teaching:
         )
 
 
-def is_whole_law(sampling: SamplingParams) -> bool:
+def is_whole_law(request: Open) -> bool:
     """Whether a token's likelihood follows from the draft's logits: a cut law's is of tokens that the target alone
-    knows, and so is a grammar's, some of whose tokens are forced."""
-    return sampling.structured_output is None and (sampling.greedy or not sampling.cuts)
+    knows, and tokens of a grammar, or behind a bound of reasoning, may be forced."""
+    sampling, is_bounded = request.sampling, request.reasoning is not None and request.reasoning.max_tokens > 0
+    return sampling.structured_output is None and not is_bounded and (sampling.greedy or not sampling.cuts)
 
 
 def group_of(salt: str) -> str:
@@ -86,7 +90,7 @@ class Lessons:
         """Takes one, and gives up the oldest where it has no room."""
         with self._lock:
             self.num_added += 1
-            if lesson.num_bytes > min(self._max_bytes, LESSON_BYTES + TOKEN_BYTES * MAX_TOKENS):
+            if lesson.num_bytes > min(self._max_bytes, MAX_LESSON_BYTES):
                 self._num_lost += 1
                 return
             self._waiting.append(lesson)

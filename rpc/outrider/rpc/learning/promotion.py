@@ -67,9 +67,9 @@ class LearnedDrafts(Generic[Weights]):
             before, num_sequences, pause_s = await asyncio.wrap_future(self.thread.call(swap))
         except (ValueError, MemoryError, RuntimeError) as error:
             raise FailedPrecondition(f"path: {path} cannot be used: {one_line(error)}", reason="NOT_LOADED") from error
-        self.listener(drafts.learned.rows())
+        self.listener(drafts.learned.rows)
         after = "" if adapter is None else adapter.digest
-        logger.info("%s drafts for %s in place of %s", _named(after), _of(key), _named(before))
+        logger.info("%s drafts for %s in place of %s", _named(after), key.said, _named(before))
         return PutLearned(before, after, round(1000 * load_s), round(1000 * pause_s), num_sequences)
 
 
@@ -107,7 +107,3 @@ def _check(key: LearningKey, path: str, left_out: Sequence[str]) -> None:
 
 def _named(digest: str) -> str:
     return f"learned {digest[:12]}" if digest else "the model alone"
-
-
-def _of(key: LearningKey) -> str:
-    return f"target {key.target_digest[:12]}, {'group ' + key.group[:12] if key.group else 'no salt'}"

@@ -27,6 +27,7 @@ class Taught:
     lessons: Lessons
     learned: LearnedDrafts[Any]
     model_digest: Callable[[], str]  # of the present weights that learn
+    max_rank: int  # of what is learned
 
 
 class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
@@ -42,7 +43,8 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         taught = self._taught()
         self._learner = turn = self._learner + 1
         learned = taught.learned.drafts().learned  # another one where another model drafts
-        yield LEARNING_NEWS.encode(LearningNews(model_digest=taught.model_digest(), learned=learned.rows()))
+        news = LearningNews((), 0, taught.model_digest(), learned.rows, learned.most, taught.max_rank)
+        yield LEARNING_NEWS.encode(news)
         while not self._is_draining() and taught.learned.drafts().learned is learned:
             if turn != self._learner:
                 raise FailedPrecondition("another learner asked after this one", reason="ANOTHER_LEARNER")

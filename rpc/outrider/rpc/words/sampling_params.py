@@ -196,6 +196,11 @@ class SamplingParams:
         """Whether tokens of little probability are left out of the law."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @property
+    def num_entries(self) -> int:
+        """Of its maps and lists together."""
+        return sum(_num_entries(getattr(self, name)) for name in _SIZED)
+
 
 PARAMETERS: Mapping[str, Parameter] = {
     name: parameter
@@ -203,6 +208,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     for parameter in hint.__metadata__
 }
 DEFAULT_SAMPLING = SamplingParams()
+_SIZED = tuple(name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), (dict, tuple)))
 # What a draft or target must name before it gets it.
 SAMPLING_FIELDS = tuple(name for name, row in PARAMETERS.items() if row.reach in (Reach.FIRST, Reach.NAMED))
 # What every peer does, also one that is older than the list of capabilities and names none. It never grows: what came
@@ -258,6 +264,10 @@ def check_sampling(
     if params.prompt_logprob_token_ids and params.prompt_logprobs is None:
         here.add("prompt_logprob_token_ids", "is given without prompt_logprobs", "only with prompt_logprobs")
     found.add_all(here)
+
+
+def _num_entries(value: Collection[object]) -> int:
+    return len(value) + sum(len(one) for one in value if isinstance(one, (tuple, str)))
 
 
 def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
