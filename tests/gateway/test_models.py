@@ -27,6 +27,7 @@ from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.boot import GatewayParts, build_gateway
 from outrider.gateway.peers.remote import TARGET_SERVICE, load_adapter
 from outrider.gateway.settings import GatewaySettings, by_model
+from outrider.llm import LLM, SamplingParams, TokensPrompt
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.server import Server
@@ -53,13 +54,13 @@ class Fleet:
         parts = build_gateway(settings, None)
         assert parts.http is not None
         await parts.http.start()
+        self._stack.push_async_callback(parts.http.stop, 0)
         for model in parts.models:
             await self._stack.enter_async_context(model.targets)
         if connect:
             await parts.connect(self._stack)
         await parts.server.start()
         self._stack.push_async_callback(parts.server.stop, 0)
-        self._stack.push_async_callback(parts.http.stop, 0)
         return parts
 
     async def drafted_by(self, **how: Any) -> DraftEngine:
@@ -193,6 +194,21 @@ async def test_without_a_default_a_model_has_to_be_named(fleet: Fleet) -> None:
     async with Client(parts.server.address) as client:
         told = [(await client.info(model=model)).target.name for model in ("", "one", "other")]
     assert told == ["one", "one", "other"], "what a gateway is may be asked all the same"
+
+
+async def test_an_llm_asks_for_one_of_several(fleet: Fleet) -> None:
+    parts = await fleet.gateway(**fleet.two())
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+
+    def answer(name: str) -> list[int]:
+        with LLM(gateway=parts.server.address, served_model_name=name) as made:
+            asked = [TokensPrompt(prompt_token_ids=PROMPT)]
+            (output,) = made.generate(asked, SamplingParams(**sampling), use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    found = [await asyncio.to_thread(answer, name) for name in ("one", "other")]
+    assert found == [(await tokens_of(parts.server, name, sampling=sampling))[0] for name in ("one", "other")]
+    assert found[0] != found[1]
 
 
 async def test_one_model_is_described_while_the_default_is_away(fleet: Fleet) -> None:

@@ -51,7 +51,7 @@ class LearnerMetrics(Metrics):
         )
         self.read_counter("lost", "Lessons that services gave up, since nobody took them", lambda: learner.num_lost)
         self.read_counter(
-            "left_aside", "Lessons of targets that are not known, or too long", lambda: learner.num_left_aside
+            "left_aside", "Lessons of targets that are not known, or of no use", lambda: learner.num_left_aside
         )
         self.read_counter("promoted", "Versions that were put in use", lambda: learner.num_promoted)
         self.read_counter("taken_back", "Versions that were taken back", lambda: learner.num_taken_back)
