@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.four_bit_experts import SIZES, in_four_bits
-from support.models import KERNELS, cpu_kernels, hf_logits, logits_of, save_tiny, tiny_hf_model
+from support.models import KERNELS, MIXTURES, cpu_kernels, hf_logits, logits_of, save_tiny, tiny_hf_model
 from torch import Tensor
 
 from outrider.engine.loader import load_model
@@ -77,3 +77,17 @@ def test_what_is_wrong_is_named(change: dict[str, Tensor | None], message: str, 
     wrong(change, folder)
     with pytest.raises(WrongCheckpoint, match=message):
         load_model(folder)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "gpt_oss"])
+def test_experts_may_lie_together_as_transformers_keeps_them(family: str, kernels: str, tmp_path: Path) -> None:
+    model = tiny_hf_model(family, seed=1)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    with cpu_kernels(kernels):
+        logits = logits_of(load_model(tmp_path), IDS)
+    torch.testing.assert_close(logits, hf_logits(model, IDS), atol=1e-4, rtol=1e-4)
+    wrong({"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(1, 8, 32)}, tmp_path)
+    with pytest.raises(WrongCheckpoint, match=r"gate_up_proj has shape \(1, 8, 32\), not of \d experts"):
+        load_model(tmp_path)

@@ -1,6 +1,8 @@
-"""The experts of a checkpoint that keeps those of a layer in one tensor, as gpt-oss does, by the names that they have
-in others: gate and up by turns, in plain numbers, whose inputs come first, or in blocks of 32 floats of 4 bits (MXFP4,
-OCP Microscaling Formats 1.0), whose outputs do."""
+"""The experts of a checkpoint that keeps those of a layer in one tensor, by the names that they have in others.
+
+gpt-oss has gate and up by turns, in plain numbers, whose inputs come first, or in blocks of 32 floats of 4 bits (MXFP4,
+OCP Microscaling Formats 1.0), whose outputs do. Other families are kept so where transformers saved them by its own
+names: gates before ups, outputs first."""
 
 from __future__ import annotations
 
@@ -19,8 +21,7 @@ from outrider.kernels.quantized.blocks import MXFP4
 from outrider.kernels.quantized.form import Codes, QuantizedMatrix
 
 FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
-TURNS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}}
-WHOLE = {"down_proj": {"down_proj": slice(None)}}
+IN_LAYER = re.compile(r"(model\.layers\.\d+)\.mlp\.")
 BLOCK = 32
 
 
@@ -30,7 +31,7 @@ class ExpertPlace:
 
     stored: str  # without what follows it in a quantised one's names
     expert: int
-    turn: slice  # of its outputs: gate and up by turns
+    rows: slice  # of its outputs: gate and up share them
     is_bias: bool
 
 
@@ -46,8 +47,10 @@ class FusedExperts(Mapping[str, Tensor]):
     """A LazyState over the tensors as they are stored."""
 
     def __init__(self, mixture: Mixture, state: Mapping[str, Tensor]) -> None:
-        self._state = state
-        self._others = [name for name in state if FUSED.fullmatch(name) is None]
+        names = mixture.names
+        self._state, self._by_turns = state, names.fused
+        own = rf"\1.{names.block}."  # transformers says mlp
+        self._others = {IN_LAYER.sub(own, name): name for name in state if FUSED.fullmatch(name) is None}
         self._places: dict[str, ExpertPlace] = {}
         shapes = meta_of(state)
         for match in filter(None, map(FUSED.fullmatch, state)):
@@ -55,15 +58,18 @@ class FusedExperts(Mapping[str, Tensor]):
             if kind == "_scales":
                 continue
             _check_count(match[0], tuple(shapes[match[0]].shape), mixture.num_experts)
-            for part, turn in (TURNS | WHOLE)[whole].items():
+            gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.fused else _halves(mixture.width)
+            parts = {names.gate: gate, names.up: up} if whole == "gate_up_proj" else {names.down: slice(None)}
+            for part, rows in parts.items():
                 for expert in range(mixture.num_experts):
-                    name = f"{prefix}{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
-                    self._places[name] = ExpertPlace(f"{prefix}{whole}", expert, turn, kind == "_bias")
+                    stem = IN_LAYER.sub(own, f"{prefix}{expert}.{part}")
+                    name = f"{stem}.{'bias' if kind == '_bias' else 'weight'}"
+                    self._places[name] = ExpertPlace(f"{prefix}{whole}", expert, rows, kind == "_bias")
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places.get(name)
         if place is None:
-            return self._state[name]
+            return self._state[self._others[name]]
         return _bias(self._state, place) if place.is_bias else self._weight(place)
 
     def __iter__(self) -> Iterator[str]:
@@ -77,16 +83,20 @@ class FusedExperts(Mapping[str, Tensor]):
     def meta(self) -> Mapping[str, Tensor]:
         """The shape and type of each, without its numbers."""
         stored = {name: torch.empty_like(tensor, device="meta") for name, tensor in meta_of(self._state).items()}
-        found = {name: stored[name] for name in self._others}
+        found = {name: stored[other] for name, other in self._others.items()}
         for name, place in self._places.items():
             found[name] = _bias(stored, place) if place.is_bias else self._shape(stored, place)
         return found
 
     def _weight(self, place: ExpertPlace) -> Tensor:  # [outputs, inputs]
-        return _one(self._state, place.stored, place).t()[place.turn]
+        return self._plain(self._state, place)
 
     def _shape(self, stored: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:
-        return _one(stored, place.stored, place).t()[place.turn]
+        return self._plain(stored, place)
+
+    def _plain(self, state: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:
+        whole = _one(state, place.stored, place)
+        return (whole.t() if self._by_turns else whole)[place.rows]
 
 
 class PackedExperts(FusedExperts):
@@ -99,7 +109,7 @@ class PackedExperts(FusedExperts):
 
     def _matrix(self, place: ExpertPlace) -> QuantizedMatrix:
         blocks, scales = (
-            _one(self._state, f"{place.stored}_{part}", place)[place.turn] for part in ("blocks", "scales")
+            _one(self._state, f"{place.stored}_{part}", place)[place.rows] for part in ("blocks", "scales")
         )  # [outputs, blocks, 16] and [outputs, blocks] uint8
         if blocks.dim() != 3 or blocks.shape[2] != BLOCK // 2 or scales.shape != blocks.shape[:2]:
             raise WrongCheckpoint(f"{place.stored}: its _blocks and _scales have shapes that do not fit one another")
@@ -117,8 +127,12 @@ class PackedExperts(FusedExperts):
         return self._matrix(place).decode()
 
     def _shape(self, stored: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:
-        blocks = _one(stored, f"{place.stored}_blocks", place)[place.turn]
+        blocks = _one(stored, f"{place.stored}_blocks", place)[place.rows]
         return torch.empty(blocks.shape[0], blocks[0].numel() * 2, device="meta")
+
+
+def _halves(width: int) -> tuple[slice, slice]:
+    return slice(0, width), slice(width, None)
 
 
 def _check_count(name: str, shape: tuple[int, ...], num_experts: int) -> None:
@@ -128,7 +142,7 @@ def _check_count(name: str, shape: tuple[int, ...], num_experts: int) -> None:
 
 
 def _bias(state: Mapping[str, Tensor], place: ExpertPlace) -> Tensor:  # [outputs]
-    return _one(state, f"{place.stored}_bias", place)[place.turn]
+    return _one(state, f"{place.stored}_bias", place)[place.rows]
 
 
 def _one(state: Mapping[str, Tensor], name: str, place: ExpertPlace) -> Tensor:

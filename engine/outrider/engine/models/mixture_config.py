@@ -24,7 +24,7 @@ class ExpertNames:
     has_shared: bool = False  # an expert that all rows go to, behind a gate of its own
     router: str = "gate"
     has_biases: bool = False  # router and experts
-    fused: bool = False  # a layer's experts lie in one tensor: see fused_experts.py
+    fused: bool = False  # a layer's experts lie in one tensor, gate and up by turns: see fused_experts.py
     clamped: bool = False  # gates are gpt-oss's
 
     @property

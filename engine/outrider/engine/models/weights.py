@@ -91,7 +91,7 @@ def with_its_head(config: DecoderConfig, state: Mapping[str, Tensor]) -> tuple[D
     configuration alone, as transformers decides it: a head that differs from the embeddings is the model's own; one
     that is there without them is both."""
     state = text_model_state(state)
-    if config.mixture is not None and config.mixture.names.fused:
+    if config.mixture is not None:
         state = of_each_expert(config.mixture, state)
     if not config.tied_embeddings or HEAD not in state:
         return config, state
