@@ -19,7 +19,7 @@ WORDS = "def main(arguments):\n    return [line.strip() for line in arguments if
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     for index in range(3):
-        (tmp_path / f"{index}.txt").write_text("".join(f"# {index} {place}\n{WORDS}" for place in range(80)))
+        (tmp_path / f"{index}.txt").write_text("".join(f"# {index} {place}\n{WORDS}" for place in range(220)))
     (tmp_path / "short.txt").write_text("x")
     return tmp_path
 
@@ -37,8 +37,12 @@ def test_it_measures_and_tells(
     ]  # fmt: skip
     if head:
         arguments += ["--head", str(pair_path().head_by(head))]
+    else:
+        arguments += ["--tune-steps", "2", "--distil-steps", "2"]
     assert main(arguments) == 0
     result = json.loads((files / "result.json").read_text())
+    assert ("reference" in result, "tuned for 2 steps" in result["setup"]["pair"]) == (not head, not head)
+    assert head or result["setup"]["distilled_s"] > 0
     assert [*result["alone"]] == ["first", "other"] and len(result["points"]) >= 2
     assert result["points"][-1]["seconds"] >= 2 and result["points"][-1]["steps"] > 0
     if not result["points"][-1]["promoted"]:
@@ -65,6 +69,12 @@ def test_excerpts_are_of_whole_files_and_what_is_none_is_told(files: Path) -> No
     assert found == excerpts("a", f"{files}/*.txt", 5, 1, lambda text: list(text.encode()))
     with pytest.raises(ValueError, match="domain: a has no file"):
         excerpts("a", f"{files}/short.txt", 5, 1, lambda text: list(text.encode()))
+
+
+def test_a_reference_is_given_or_made(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--distil-steps", "3", "--reference", "draft"])
+    assert "--distil-steps" in capsys.readouterr().err
 
 
 def test_a_domain_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:

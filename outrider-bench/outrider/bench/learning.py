@@ -41,12 +41,12 @@ DOMAINS = {  # what a Debian machine has
 FILE_BYTES = range(4_000, 200_000)
 PROMPT_TOKENS, ANSWER_TOKENS = 96, 160
 EXCERPT = 1000  # characters that hold so many tokens of a prompt
-MAX_FILES = 400
+MAX_FILES, TUNED_FILES, REFERENCE_FILES = 400, 20, 600
 DIGEST = "target"  # of the lessons: there is one
 DESCRIPTION = (
     "Let a draft learn from texts of a domain as the target writes them, and measure what is in use along the way, on "
-    "texts that it does not learn from. With --reference, a draft that was distilled offline for the same texts, the "
-    "share of the gap is told that was won back."
+    "texts that it does not learn from. With --reference, a draft that was distilled offline for the same texts, or "
+    "--distil-steps, by which one is, the share of the gap is told that was won back."
 )
 
 
@@ -70,6 +70,12 @@ class LearningSettings(PairSettings):
     reference: Path | None = Field(
         None, description="a draft, or a head, that was distilled offline for the same target and texts"
     )
+    tune_steps: int = Field(
+        0, ge=0, description="steps that the target is trained for on files of the first domain, before anything else"
+    )
+    distil_steps: int = Field(
+        0, ge=0, description="in place of --reference: steps for which the draft is distilled offline, on such files"
+    )
     head: Path | None = Field(None, description="folder of a head, which learns in the draft's place")
     rank: int = Field(16, ge=1, le=64, description="of the weights")
     learning_rate: float = Field(2e-3, gt=0, le=1, description="of the optimizer")
@@ -80,6 +86,12 @@ class LearningSettings(PairSettings):
     def _check_domains(self) -> Self:
         if not all(name and pattern for name, _, pattern in (text.partition("=") for text in self.domain)):
             raise ValueError("domain: allowed: NAME=GLOB, as in c=/usr/include/**/*.h")
+        return self
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        if self.distil_steps and (self.reference is not None or self.head is not None):
+            raise ValueError("distil_steps (--distil-steps) makes a draft; leave out --reference and --head")
         return self
 
     @property
@@ -106,9 +118,30 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench learning
 
 
 def run(settings: LearningSettings) -> Json:
-    """Has the texts written, lets the draft learn, and measures."""
+    """As `measured_by`, of the target as it is or as it was tuned, beside the reference that is given or made."""
     folders, pair = settings.checkpoints()
     pair = pair if settings.head is None else f"{folders.target.name} with {settings.head.name}"
+    reference, made = None if settings.reference is None else locate(settings.reference), {}
+    with TemporaryDirectory(prefix="outrider-learning-") as folder:
+        if settings.tune_steps:
+            from outrider.bench.learning_reference import tuned
+
+            texts, steps = first_texts(settings, TUNED_FILES), settings.tune_steps
+            folders = replace(folders, target=tuned(folders.target, texts, steps, Path(folder), settings.seed))
+            pair += f", the target tuned for {steps} steps"
+        if settings.distil_steps:
+            from outrider.bench.learning_reference import distilled
+
+            texts, steps = first_texts(settings, REFERENCE_FILES), settings.distil_steps
+            reference, seconds = distilled(folders.draft, folders.target, texts, steps, Path(folder))
+            made = {"distilled_steps": steps, "distilled_s": seconds}
+        result = measured_by(settings, folders, reference)
+    result["setup"] |= {"pair": pair, **made}
+    return result
+
+
+def measured_by(settings: LearningSettings, folders: Folders, reference: Path | None) -> Json:
+    """Has the texts written, lets the draft learn, and measures."""
     learned, *watched = settings.domains
     texts = written(settings, folders.target)
     student = new_student(settings, folders, settings.head)
@@ -118,7 +151,7 @@ def run(settings: LearningSettings) -> Json:
     alone = {name: worths(settings, student, lessons, None) for name, lessons in held.items()}
     points = list(learn(settings, student, texts[learned][settings.measured :], held))
     setup = {
-        "pair": pair, "k": settings.num_draft_tokens, "domains": [learned, *watched], "seconds": settings.seconds,
+        "k": settings.num_draft_tokens, "domains": [learned, *watched], "seconds": settings.seconds,
         "tokens_per_s": settings.tokens_per_s, "rank": settings.rank, "seed": settings.seed,
     }  # fmt: skip
     result = new_result(setup) | {"alone": alone, "points": points}
@@ -126,10 +159,9 @@ def run(settings: LearningSettings) -> Json:
         prompts = [lesson.prompt_ids for lesson in texts[learned]]
         head = settings.head
         result["served"] = served_beside(folders, prompts, settings.served_turns, settings.start_timeout, head)
-    if settings.reference is not None:
-        told = locate(settings.reference)
-        reference = new_student(settings, replace(folders, draft=told), told if settings.head else None)
-        result["reference"] = {name: worths(settings, reference, lessons, None) for name, lessons in held.items()}
+    if reference is not None:
+        other = new_student(settings, replace(folders, draft=reference), reference if settings.head else None)
+        result["reference"] = {name: worths(settings, other, lessons, None) for name, lessons in held.items()}
     return result
 
 
@@ -234,13 +266,7 @@ def written(settings: LearningSettings, target: Path) -> dict[str, list[Lesson]]
 def excerpts(name: str, pattern: str, number: int, seed: int, encode: object) -> list[list[int]]:
     """The first tokens of so many excerpts of the files. ValueError where there are none."""
     dice = random.Random(f"{name} {seed}")
-    files = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if path.is_file()]
-    files = [path for path in files if path.stat().st_size in FILE_BYTES]
-    if not files:
-        raise ValueError(f"domain: {name} has no file of {FILE_BYTES.start} to {FILE_BYTES.stop} bytes, {pattern}")
-    texts = [
-        path.read_text(encoding="utf-8", errors="ignore") for path in dice.sample(files, min(len(files), MAX_FILES))
-    ]
+    texts = texts_of(name, pattern, MAX_FILES, dice)
     found: list[list[int]] = []
     while len(found) < number:
         text = dice.choice(texts)
@@ -249,6 +275,21 @@ def excerpts(name: str, pattern: str, number: int, seed: int, encode: object) ->
         if len(ids) == PROMPT_TOKENS:
             found.append(ids)
     return found
+
+
+def texts_of(name: str, pattern: str, most: int, dice: random.Random) -> list[str]:
+    """So many of the files, or all. ValueError where there are none."""
+    files = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if path.is_file()]
+    files = [path for path in files if path.stat().st_size in FILE_BYTES]
+    if not files:
+        raise ValueError(f"domain: {name} has no file of {FILE_BYTES.start} to {FILE_BYTES.stop} bytes, {pattern}")
+    return [path.read_text(encoding="utf-8", errors="ignore") for path in dice.sample(files, min(len(files), most))]
+
+
+def first_texts(settings: LearningSettings, most: int) -> list[str]:
+    """Of the domain that is learned."""
+    name, pattern = next(iter(settings.domains.items()))
+    return texts_of(name, pattern, most, random.Random(f"{name} {settings.seed}"))
 
 
 def of_target(lesson: Lesson, student: Student) -> Lesson:
