@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": MODEL | RPC | SERVICES | {"planner", "client", "gguf"},
     "client": RPC,
     "cli": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client"},
-    "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli", "learning"},
+    "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli", "learning", "training"},
     "pairs": set(),
     "gguf": set(),
     "training": MODEL | RPC | {"pairs", "cli"},
