@@ -235,7 +235,7 @@ def test_lessons_that_nobody_takes_make_room() -> None:
 
 
 def test_what_waits_is_bounded_with_its_biases() -> None:
-    """By what is taken: 1,024 of them are a hundred kilobytes of a short text."""
+    """By what is taken: 300 of them are thirty kilobytes of a short text."""
     lessons = Lessons()
     tracemalloc.start()
     try:

@@ -15,6 +15,8 @@ from support.models import KERNELS, MIXTURES, cpu_kernels, hf_logits, logits_of
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.loader import load_model
+from outrider.gguf.config import config_of
+from outrider.gguf.header import read_gguf
 from outrider.rpc.hub import locate
 
 IDS = [(7 * index + 5) % 97 for index in range(44)]
@@ -84,6 +86,23 @@ def test_experts_may_lie_otherwise(family: str, kind: str, arranged: Any, tmp_pa
         file, _ = as_gguf(tmp_path / f"{name}.gguf", family, kind, arranged=how, **own)
         found.append(logits_of(load_model(locate(file), activations="float32"), IDS))
     assert torch.equal(*found)
+
+
+def test_where_yarns_frequencies_change_is_read(tmp_path: Path) -> None:
+    scaling = {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 20.0,
+        "yarn_beta_slow": 2.0,
+    }
+    file, _ = as_gguf(
+        tmp_path / "model.gguf",
+        "gpt_oss",
+        metadata={f"gpt-oss.rope.scaling.{key}": one for key, one in scaling.items()},
+    )
+    found = config_of(read_gguf(file))["rope_parameters"]
+    assert (found["rope_type"], found["beta_fast"], found["beta_slow"]) == ("yarn", 20.0, 2.0)
 
 
 @pytest.mark.parametrize(

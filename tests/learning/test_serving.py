@@ -21,7 +21,7 @@ from support.learned_versions import changing
 
 from outrider.draft_service import boot
 from outrider.draft_service.settings import DraftSettings
-from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE
+from outrider.gateway.peers.remote import DRAFT_SERVICE, TARGET_SERVICE, put_learned
 from outrider.learning.learner import Learner, LearnerPlan, run
 from outrider.learning.links import LearningLink
 from outrider.learning.student import Student, StudentPlan
@@ -30,7 +30,7 @@ from outrider.learning.traffic import PoolPlan
 from outrider.learning.versions import Shelf, Version
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.learning.lessons import UNSALTED, group_of
-from outrider.rpc.messages import LearningKey
+from outrider.rpc.messages import LearningKey, PutLearned
 
 PLAN = LearnerPlan(PoolPlan(hold_out=3), most_keys=2, candidate_steps=8, error=0.2, window=4)
 
@@ -223,6 +223,27 @@ async def test_what_is_given_up_makes_room_for_what_is_put_in_use(
             await until(lambda: sorted(learned_of(served.draft)) == sorted(wanted.values()))
             learner.shelf.live = {}
             await until(lambda: not learned_of(served.draft))
+
+
+async def test_what_a_draft_cannot_take_now_is_put_in_use_later(
+    served: Deployment, student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lesson comes meanwhile: the link itself tries again."""
+    refusals = [FailedPrecondition("another change is under way", reason="RELOADING")]
+
+    async def busy(*given: Any) -> PutLearned:
+        if refusals:
+            raise refusals.pop()
+        return await put_learned(*given)
+
+    monkeypatch.setattr("outrider.learning.links.put_learned", busy)
+    with learning(student, tmp_path) as learner:
+        async with linked(learner, served.draft.server.address):
+            version = put(learner, LearningKey("e" * 64, ""), 1)
+            await until(lambda: learned_of(served.draft) == [version.digest])
+            learner.shelf.live = {}
+            await until(lambda: not learned_of(served.draft))
+    assert not refusals
 
 
 async def test_more_than_a_draft_has_room_for_is_told(served: Deployment, student: Student, tmp_path: Path) -> None:

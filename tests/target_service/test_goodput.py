@@ -115,10 +115,10 @@ def test_a_cut_that_gains_next_to_nothing_is_not_made() -> None:
     assert best_rows(gains, 2.0, [1.0 + 0.12 * n for n in range(3)]) == [0, 0]  # 2.2 tokens in 1.24
 
 
-def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
+def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows beside a chunk are those of a step without it, and the chunk takes its share of their time."""
     harness = TargetHarness.of(loaded, num_blocks=128)
-    harness.engine.scheduler.goodput = Goodput(STEEP)
+    harness.engine.scheduler.goodput = goodput = Goodput(STEEP)
     for index in range(1, 5):
         harness.send(opened(index, PROMPTS[index], max_tokens=LENGTH), Credit(index, len(PROMPTS[index]) + 1, 0))
     harness.run()
@@ -126,7 +126,15 @@ def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
         harness.send(DraftTokens(index, 0, len(PROMPTS[index]) + 1, (40, 41, 42, 43)), Credit(index, 1 << 20, 4))
     learn_a_little(harness)
     harness.send(opened(9, [7] * 200, max_tokens=2), Credit(9, 1 << 20, 0))
+    asked, rows_beside = list[int](), goodput.rows_beside
+
+    def noted(num_rows: int, share: float, context: int = 0, sequences: int = 1) -> int:
+        asked.append(sequences)
+        return rows_beside(num_rows, share, context, sequences)
+
+    monkeypatch.setattr(goodput, "rows_beside", noted)
     entries = harness.engine.scheduler.plan(harness.engine.scheduler.runnable(0.0))
+    assert asked == [4], "they are four sequences' rows"
     assert [len(entry.window.ids) for entry in entries] == [0, 0, 0, 0, 0]
     assert entries[-1].target.key == (1, 9) and entries[-1].num_rows == 64  # an eighth of 512
 

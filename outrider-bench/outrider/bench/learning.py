@@ -127,7 +127,7 @@ def run(settings: LearningSettings) -> Json:
             from outrider.bench.learning_reference import tuned
 
             texts, steps = first_texts(settings, TUNED_FILES), settings.tune_steps
-            folders = replace(folders, target=tuned(folders.target, texts, steps, Path(folder), settings.seed))
+            folders = replace(folders, target=tuned(folders.target, texts, steps, Path(folder)))
             pair += f", the target tuned for {steps} steps"
         if settings.distil_steps:
             from outrider.bench.learning_reference import distilled
