@@ -35,9 +35,11 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_written_is_the_checkpoint(file: Path) -> None:
-    """Numbers, shapes, settings and every token."""
+    """Numbers, shapes, settings and every token. A matrix unit adds up the checkpoint's 16 bits in another order than
+    the file's float32."""
     folder, ids = pair_path().target, list(range(5, 45))
-    assert torch.equal(logits_of(load_model(locate(file)), ids), logits_of(load_model(folder), ids))
+    of_file, of_folder = logits_of(load_model(locate(file)), ids), logits_of(load_model(folder), ids)
+    torch.testing.assert_close(of_file, of_folder, atol=1e-4, rtol=1e-4)
     assert Tokenizer.load(locate(file)).fingerprint == Tokenizer.load(folder).fingerprint
 
 
