@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from outrider.engine.loader import load_model
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.learning.judgement import worth
-from outrider.learning.student import State, StudentPlan
-from outrider.learning.token_student import TokenStudent
+from outrider.learning.student import MOST_ASKED, State, StudentPlan
+from outrider.learning.token_student import TokenStudent, alike
 from outrider.rpc.words.sampling_params import SamplingParams
 
 PLAN = StudentPlan(rank=8, learning_rate=1e-2, batch_size=4, replay_windows=8, replay_length=16)
@@ -50,7 +51,32 @@ def test_the_loss_is_the_law_that_the_sampler_draws_from(
     probs, _ = logits_to_probs(student.logits(raw), replace(rows, greedy_rows=None))
     assert torch.allclose((adjusted / temperature).softmax(-1), probs, atol=1e-6)
     wanted = -probs[range(len(drawn)), list(drawn)].clamp_min(1e-30).log()
-    assert float(student._loss(lesson).detach()) == pytest.approx(float(wanted.mean()), rel=1e-3)
+    (loss,) = student._losses([lesson])
+    assert float(loss.detach()) == pytest.approx(float(wanted.mean()), rel=1e-3)
+
+
+def test_texts_of_one_pass_teach_what_each_teaches(student: TokenStudent, targets: dict[str, Target]) -> None:
+    """Shorter ones are filled up, those that are much shorter are read apart, and others may be begun by the caller."""
+    lessons = [targets["one"].lesson(number, count=12 + 5 * number) for number in range(4)]
+    lessons.append(replace(lessons[2], sampling=PROCESSED, num_given=3))
+    assert 1 < len(list(alike(lessons))) < len(lessons)
+    alone = sorted(float(loss.detach()) for lesson in lessons for loss in student._losses([lesson]))
+    together = sorted(float(loss.detach()) for loss in student._losses(lessons))
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"temperature": 0.0}, {"temperature": 1.7}, {"temperature": 0.3}, {"repetition_penalty": 1.9},
+    {"presence_penalty": 2.0, "logit_bias": {40: 30.0}, "min_tokens": 20, "stop_token_ids": (5,)},
+])  # fmt: skip
+def test_no_text_asks_more_than_it_may(
+    student: TokenStudent, targets: dict[str, Target], changed: dict[str, Any]
+) -> None:
+    """What is no colder than temperature 1, and not multiplied, need not be looked at: it asks no more by itself."""
+    lesson = replace(targets["one"].lesson(3), sampling=replace(DRAWN, **({"temperature": 1.0} | changed)))
+    (said,) = student._says([lesson])
+    (asked,) = torch.autograd.grad(student._loss(lesson, said), said)  # [drawn, vocab]
+    assert 0 < float(asked.norm(dim=-1).sum()) <= MOST_ASKED * 1.0001
 
 
 def test_it_learns_what_a_target_draws(student: TokenStudent, targets: dict[str, Target]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from torch.nn import functional as F
 
 from outrider.engine.adapters.config import CONFIG_NAME
 from outrider.engine.adapters.loader import PREFIX, WEIGHTS_NAME, read_adapter
+from outrider.kernels.sampling.reference import adjust_logits
+from outrider.kernels.types import RowSampling
 from outrider.rpc.messages import Lesson
+from outrider.rpc.words.sampling_params import SamplingParams
 
 LOWEST = -1e4  # of a logit: what a mask hides has no likelihood, and no gradient
 MOST_ASKED = math.sqrt(2)  # of a text's logits, by its loss: a softmax less a token, in every row, at temperature 1
@@ -106,19 +109,19 @@ class Student(ABC):
         changed."""
         self._model.train()
         total = torch.zeros(())
-        for lesson in lessons:
-            total = total + self._loss(lesson) / len(lessons)
+        for loss in self._losses(lessons):
+            total = total + loss / len(lessons)
         if self.plan.replay_weight:
             total = total + self.plan.replay_weight * self._divergence(number)
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self.plan.max_norm)
-        loss = float(total.detach())
-        if not (math.isfinite(float(norm)) and math.isfinite(loss)):
+        mean = float(total.detach())
+        if not (math.isfinite(float(norm)) and math.isfinite(mean)):
             optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError("the loss is not finite")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss
+        return mean
 
     def write(self, state: State, folder: Path) -> str:
         """Writes weights in PEFT's layout; the digest that a service knows them by. Raises what reading them raises."""
@@ -139,8 +142,8 @@ class Student(ABC):
         return {of_model + name.removeprefix(of_service): tensor for name, tensor in found.items()}
 
     @abstractmethod
-    def _loss(self, lesson: Lesson) -> Tensor:
-        """A nat a token, [], with a gradient."""
+    def _losses(self, lessons: Sequence[Lesson]) -> Iterator[Tensor]:
+        """Of each, in any order: a nat a token, [], with a gradient."""
 
     @abstractmethod
     def _replayed(self, places: Tensor) -> tuple[Tensor, Tensor]:  # [some] -> [..., vocab], twice
@@ -154,9 +157,18 @@ class Student(ABC):
         return F.kl_div(now, before, reduction="batchmean", log_target=True)
 
 
-def bounded(loss: Tensor, logits: Tensor) -> Tensor:  # [], [rows, vocab] -> []
+def processed(logits: Tensor, sampling: RowSampling) -> Tensor:  # [rows, vocab] float32
+    """All that precedes temperature, with a gradient wherever a token is likely at all; the argument itself where
+    nothing applies."""
+    adjusted = adjust_logits(logits, sampling)
+    return adjusted if adjusted is logits else adjusted.clamp_min(LOWEST)
+
+
+def bounded(loss: Tensor, logits: Tensor, sampling: SamplingParams) -> Tensor:  # [], [rows, vocab] -> []
     """The loss of a text, whose gradient asks no more of the logits that it was made of than it can at temperature 1
     without penalties: a law that is cold, or by which logits are multiplied, would outweigh all other texts."""
+    if sampling.repetition_penalty == 1 and (sampling.greedy or sampling.temperature >= 1):
+        return loss  # asks no more
     (asked,) = torch.autograd.grad(loss, logits, retain_graph=True)  # [rows, vocab]
     part: Tensor = loss * (MOST_ASKED / asked.norm(dim=-1).sum()).clamp(max=1.0)
     return part + (loss - part).detach()

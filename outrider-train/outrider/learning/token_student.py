@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.loader import load_model
 from outrider.engine.models.base import TakesAdapters
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
-from outrider.kernels.sampling.reference import adjust_logits
 from outrider.learning.judgement import worth
-from outrider.learning.student import LOWEST, Base, Student, StudentPlan, bounded
+from outrider.learning.student import Base, Student, StudentPlan, bounded, processed
 from outrider.rpc.messages import Lesson
 from outrider.training.model import continue_windows
+
+MOST_FILLED = 1.25  # times its length
 
 
 def base_of(folder: Path) -> Base:
@@ -42,6 +44,22 @@ def written(model: Any, vocab_size: int, plan: StudentPlan) -> Tensor:  # [windo
         return continue_windows(model, ids, plan.replay_length, 1.0, generator)
 
 
+def alike(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
+    """Lessons that one pass reads, the longest first: filling them up to one length adds little."""
+    part: list[Lesson] = []
+    for lesson in sorted(lessons, key=num_tokens, reverse=True):
+        if part and num_tokens(lesson) * MOST_FILLED < num_tokens(part[0]):
+            yield part
+            part = []
+        part.append(lesson)
+    yield part
+
+
+def num_tokens(lesson: Lesson) -> int:
+    """Of the whole text."""
+    return len(lesson.prompt_ids) + len(lesson.output_ids)
+
+
 class TokenStudent(Student):
     """Of a causal language model."""
 
@@ -59,30 +77,39 @@ class TokenStudent(Student):
         """Behind every token before one that was drawn, through the lesson's processors but for its temperature."""
         self._model.eval()
         if with_learned:
-            return self._processed(lesson, self._says(lesson))
+            return self._processed(lesson, self._says([lesson])[0])
         with self._model.disable_adapter():
-            return self._processed(lesson, self._says(lesson))
+            return self._processed(lesson, self._says([lesson])[0])
 
-    def _loss(self, lesson: Lesson) -> Tensor:
-        said, sampling = self._says(lesson), lesson.sampling
-        logits = self._processed(lesson, said)
+    def _losses(self, lessons: Sequence[Lesson]) -> Iterator[Tensor]:
+        for part in alike(lessons):
+            for lesson, said in zip(part, self._says(part), strict=True):
+                yield self._loss(lesson, said)
+
+    def _loss(self, lesson: Lesson, said: Tensor) -> Tensor:  # [drawn, vocab] -> []
+        logits, sampling = self._processed(lesson, said), lesson.sampling
+        if not sampling.greedy and sampling.temperature != 1:
+            logits = logits / sampling.temperature
         ids = torch.tensor(lesson.drawn_ids)  # [drawn]
-        logits = logits if sampling.greedy else logits / sampling.temperature
-        loss = bounded(F.nll_loss(F.log_softmax(logits, dim=-1), ids), said)
+        loss = bounded(F.cross_entropy(logits, ids), said, sampling)
         return loss * self.plan.greedy_weight if sampling.greedy else loss
 
-    def _says(self, lesson: Lesson) -> Tensor:  # [drawn, vocab] float32
-        """The model, behind every token before one that was drawn."""
-        ids = torch.tensor([[*lesson.prompt_ids, *lesson.output_ids[:-1]]])  # [1, tokens]
-        said: Tensor = self._model(ids, use_cache=False, logits_to_keep=lesson.num_drawn).logits[0].float()
-        return said
+    def _says(self, lessons: Sequence[Lesson]) -> list[Tensor]:  # [drawn, vocab] float32 each
+        """The model, behind every token before one that was drawn. What fills up a shorter text comes behind it."""
+        texts = [[*lesson.prompt_ids, *lesson.output_ids[:-1]] for lesson in lessons]
+        starts = [len(text) - lesson.num_drawn for text, lesson in zip(texts, lessons, strict=True)]
+        longest, first = max(map(len, texts)), min(starts)
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])  # [lessons, tokens]
+        said = self._model(ids, use_cache=False, logits_to_keep=longest - first).logits.float()
+        rows = [slice(start - first, len(text) - first) for start, text in zip(starts, texts, strict=True)]
+        return [one[part] for one, part in zip(said, rows, strict=True)]
 
     def _processed(self, lesson: Lesson, logits: Tensor) -> Tensor:  # [drawn, vocab], twice
         """By the request's processors but for its temperature."""
         given = tuple(lesson.output_ids[: lesson.num_given])
         drawn = lesson.drawn_ids[:-1]
         sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, given, self._base.eos_ids, self.vocab_size)
-        return adjust_logits(logits, assemble([SamplingRows(sampler, drawn)], for_argmax=True)).clamp_min(LOWEST)
+        return processed(logits, assemble([SamplingRows(sampler, drawn)], for_argmax=True))
 
     def _replayed(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Of texts that the draft as it was writes itself."""

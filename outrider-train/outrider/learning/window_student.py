@@ -4,15 +4,15 @@ and is judged by rounds that begin anywhere in a text."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
-from outrider.kernels.sampling.reference import adjust_logits
 from outrider.learning.judgement import drafted, is_weighed, share_accepted
-from outrider.learning.student import LOWEST, Base, Student, StudentPlan, bounded
+from outrider.learning.student import Base, Student, StudentPlan, bounded, processed
 from outrider.rpc.messages import Lesson
 from outrider.training.parallel import LEAST_REACHED
 
@@ -66,6 +66,9 @@ class WindowStudent(Student):
         there = places < lesson.num_drawn
         return said[there].float(), places[there]
 
+    def _losses(self, lessons: Sequence[Lesson]) -> Iterator[Tensor]:
+        yield from map(self._loss, lessons)
+
     def _loss(self, lesson: Lesson) -> Tensor:
         """A token far behind the end counts as much as it would be reached."""
         count, sampling = lesson.num_drawn, lesson.sampling
@@ -76,7 +79,7 @@ class WindowStudent(Student):
         losses = F.nll_loss(F.log_softmax(logits, dim=-1), torch.tensor(lesson.drawn_ids)[places], reduction="none")
         parts = losses.detach().split(sizes(count, ends, self.plan.num_tokens))
         reached = torch.cat([reached_by(part) for part in parts])
-        loss = bounded((reached * losses).sum() / reached.sum(), said)
+        loss = bounded((reached * losses).sum() / reached.sum(), said, sampling)
         return loss * self.plan.greedy_weight if sampling.greedy else loss
 
     def _some_ends(self, count: int) -> Tensor:  # [ends]
@@ -91,7 +94,7 @@ class WindowStudent(Student):
             before = (*given, *drawn[:end])
             sampler = SequenceSampler(lesson.sampling, lesson.prompt_ids, before, self._base.eos_ids, self.vocab_size)
             plans.append(SamplingRows(sampler, drawn[end : min(end + num_tokens, len(drawn)) - 1]))
-        return adjust_logits(logits, assemble(plans, for_argmax=True)).clamp_min(LOWEST)
+        return processed(logits, assemble(plans, for_argmax=True))
 
 
 def sizes(count: int, ends: Tensor, num_tokens: int) -> list[int]:
