@@ -56,10 +56,12 @@ def test_the_loss_is_the_law_that_the_sampler_draws_from(
 
 
 def test_texts_of_one_pass_teach_what_each_teaches(student: TokenStudent, targets: dict[str, Target]) -> None:
-    """Shorter ones are filled up, those that are much shorter are read apart, and others may be begun by the caller."""
+    """Shorter ones are filled up; those that are much shorter, or of which much less was drawn, are read apart."""
     lessons = [targets["one"].lesson(number, count=12 + 5 * number) for number in range(4)]
     lessons.append(replace(lessons[2], sampling=PROCESSED, num_given=3))
-    assert 1 < len(list(alike(lessons))) < len(lessons)
+    lessons.append(replace(lessons[3], num_given=20))
+    parts = [[lessons.index(lesson) for lesson in part] for part in alike(lessons)]
+    assert parts == [[0, 1], [2, 4, 3], [5]] and not list(alike([]))
     alone = sorted(float(loss.detach()) for lesson in lessons for loss in student._losses([lesson]))
     together = sorted(float(loss.detach()) for loss in student._losses(lessons))
     assert together == pytest.approx(alone, rel=1e-4)

@@ -19,7 +19,7 @@ from outrider.learning.student import Base, Student, StudentPlan, bounded, proce
 from outrider.rpc.messages import Lesson
 from outrider.training.model import continue_windows
 
-MOST_FILLED = 1.25  # times its length
+MOST_FILLED = 1.25  # times as much, of what one pass reads or says
 
 
 def base_of(folder: Path) -> Base:
@@ -45,19 +45,32 @@ def written(model: Any, vocab_size: int, plan: StudentPlan) -> Tensor:  # [windo
 
 
 def alike(lessons: Sequence[Lesson]) -> Iterator[list[Lesson]]:
-    """Lessons that one pass reads, the longest first: filling them up to one length adds little."""
+    """Lessons that one pass reads: filling them up adds little."""
     part: list[Lesson] = []
-    for lesson in sorted(lessons, key=num_tokens, reverse=True):
-        if part and num_tokens(lesson) * MOST_FILLED < num_tokens(part[0]):
+    for lesson in sorted(lessons, key=num_read):
+        if part and not fills_little([*part, lesson]):
             yield part
             part = []
         part.append(lesson)
-    yield part
+    if part:
+        yield part
 
 
-def num_tokens(lesson: Lesson) -> int:
-    """Of the whole text."""
-    return len(lesson.prompt_ids) + len(lesson.output_ids)
+def fills_little(part: Sequence[Lesson]) -> bool:
+    """Neither to the tokens that are read, nor to those of which it is said what follows."""
+    longest, kept = max(map(num_read, part)), rows_kept(part)
+    read, drawn = sum(map(num_read, part)), sum(lesson.num_drawn for lesson in part)
+    return len(part) * longest <= MOST_FILLED * read and len(part) * kept <= MOST_FILLED * drawn
+
+
+def num_read(lesson: Lesson) -> int:
+    """Tokens before the last."""
+    return len(lesson.prompt_ids) + len(lesson.output_ids) - 1
+
+
+def rows_kept(part: Sequence[Lesson]) -> int:
+    """From the first place of any behind which a token was drawn, to the last."""
+    return max(map(num_read, part)) - min(num_read(lesson) - lesson.num_drawn for lesson in part)
 
 
 class TokenStudent(Student):
@@ -96,13 +109,12 @@ class TokenStudent(Student):
 
     def _says(self, lessons: Sequence[Lesson]) -> list[Tensor]:  # [drawn, vocab] float32 each
         """The model, behind every token before one that was drawn. What fills up a shorter text comes behind it."""
+        longest, kept = max(map(num_read, lessons)), rows_kept(lessons)
         texts = [[*lesson.prompt_ids, *lesson.output_ids[:-1]] for lesson in lessons]
-        starts = [len(text) - lesson.num_drawn for text, lesson in zip(texts, lessons, strict=True)]
-        longest, first = max(map(len, texts)), min(starts)
         ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])  # [lessons, tokens]
-        said = self._model(ids, use_cache=False, logits_to_keep=longest - first).logits.float()
-        rows = [slice(start - first, len(text) - first) for start, text in zip(starts, texts, strict=True)]
-        return [one[part] for one, part in zip(said, rows, strict=True)]
+        said = self._model(ids, use_cache=False, logits_to_keep=kept).logits.float()  # [lessons, kept, vocab]
+        ends = [len(text) - longest + kept for text in texts]
+        return [one[end - lesson.num_drawn : end] for one, end, lesson in zip(said, ends, lessons, strict=True)]
 
     def _processed(self, lesson: Lesson, logits: Tensor) -> Tensor:  # [drawn, vocab], twice
         """By the request's processors but for its temperature."""
